@@ -1,0 +1,303 @@
+"""What travels between client and server: data to train on, requests to sample, and their answers.
+
+Axes: T = tokens of one datum or one sample.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from opentinker.errors import InvalidRequestError
+
+M = TypeVar("M", bound=BaseModel)
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+FLOAT_ARRAYS = ("weights", "advantages", "behaviour_logprobs", "proximal_logprobs")
+"""Optional named arrays of a datum, float32[T], aligned to `targets`."""
+
+
+def _tokens(value: Any, what: str) -> IntArray:
+    try:
+        array = np.asarray(value)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ValueError(f"shape {array.shape}, dtype {array.dtype}")
+        if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+            raise ValueError("token ids outside int32")
+        return array.astype(np.int32, copy=False)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequestError(f"{what} must be a flat list of token ids: {error}") from error
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """A run of token ids, int32[T]. The only kind of chunk today; others will carry other `kind`s."""
+
+    tokens: IntArray
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"kind": "tokens", "tokens": self.tokens}
+
+    @classmethod
+    def from_wire(cls, body: Any) -> Self:
+        kind = body.get("kind") if isinstance(body, Mapping) else None
+        if kind != "tokens":
+            raise InvalidRequestError(f"unknown chunk kind {kind!r}", hint="this server takes chunks of kind 'tokens'")
+        return cls(_tokens(body.get("tokens"), "a chunk's tokens"))
+
+
+def chunks_from_wire(body: Any) -> tuple[TokenChunk, ...]:
+    """Chunks from the wire; a bare list of token ids stands for one chunk (for curl)."""
+    if isinstance(body, np.ndarray) or (isinstance(body, Sequence) and body and not isinstance(body[0], Mapping)):
+        return (TokenChunk(_tokens(body, "tokens")),)
+    if not isinstance(body, Sequence):
+        raise InvalidRequestError("chunks must be a list")
+    return tuple(TokenChunk.from_wire(chunk) for chunk in body)
+
+
+def chunk_tokens(chunks: Sequence[TokenChunk]) -> IntArray:
+    """All tokens of the chunks in order, int32[T]."""
+    if len(chunks) == 1:
+        return chunks[0].tokens
+    return np.concatenate([c.tokens for c in chunks]) if chunks else np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence to train on.
+
+    `chunks` are the T input tokens; `targets` (int32[T]) the token that follows each of them (pre-shifted). The named
+    arrays are float32[T], aligned to `targets`; `weights` is 1 where the target is in the loss and 0 elsewhere.
+    """
+
+    chunks: tuple[TokenChunk, ...]
+    targets: IntArray
+    arrays: dict[str, FloatArray] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> IntArray:
+        """Input tokens, int32[T]."""
+        return chunk_tokens(self.chunks)
+
+    @property
+    def weights(self) -> FloatArray:
+        return self.arrays["weights"]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"chunks": [c.to_wire() for c in self.chunks], "targets": self.targets, **self.arrays}
+
+    @classmethod
+    def from_wire(cls, body: Any) -> Self:
+        """Checks shapes, names and finiteness.
+
+        Raises:
+            InvalidRequestError: a length differs, a name is unknown, or a number is NaN or infinite.
+        """
+        if not isinstance(body, Mapping):
+            raise InvalidRequestError("a datum must be an object")
+        chunks = chunks_from_wire(body.get("chunks"))
+        targets = _tokens(body.get("targets"), "targets")
+        length = sum(len(c.tokens) for c in chunks)
+        if len(targets) != length:
+            raise InvalidRequestError(f"a datum has {length} tokens but {len(targets)} targets")
+        arrays = {}
+        for name, value in body.items():
+            if name in ("chunks", "targets"):
+                continue
+            if name not in FLOAT_ARRAYS:
+                raise InvalidRequestError(f"unknown array {name!r} in a datum", hint=f"known: {', '.join(FLOAT_ARRAYS)}")
+            try:
+                array = np.asarray(value, np.float32)
+            except (ValueError, TypeError) as error:
+                raise InvalidRequestError(f"{name} must be a list of numbers: {error}") from error
+            if array.shape != (length,):
+                raise InvalidRequestError(f"{name} has shape {array.shape}, the datum has {length} tokens")
+            if not np.isfinite(array).all():
+                raise InvalidRequestError(f"{name} holds NaN or infinity; nothing was trained")
+            arrays[name] = array
+        if "weights" not in arrays:
+            raise InvalidRequestError("a datum needs 'weights': 1 where the target is in the loss, 0 elsewhere")
+        return cls(chunks, targets, arrays)
+
+
+class WireModel(BaseModel):
+    """A small message that is validated on arrival; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingParams(WireModel):
+    """How tokens are drawn. The logprobs of a sample are those of the distribution these parameters define."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """0 is greedy; its logprobs are those at temperature 1."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0 = all tokens."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the sample; it is kept as the sample's last token."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """`n` samples for one prompt. A retry with the same `request_id` gets the first attempt's answer."""
+
+    request_id: str
+    prompt: tuple[TokenChunk, ...]
+    params: SamplingParams = SamplingParams()
+    n: int = 1
+    prompt_logprobs: bool = False
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "request_id": self.request_id,
+            "prompt": [c.to_wire() for c in self.prompt],
+            "params": self.params.model_dump(),
+            "n": self.n,
+            "prompt_logprobs": self.prompt_logprobs,
+        }
+
+    @classmethod
+    def from_wire(cls, body: Any) -> Self:
+        if not isinstance(body, Mapping):
+            raise InvalidRequestError("a sample request must be an object")
+        unknown = set(body) - {"request_id", "prompt", "params", "n", "prompt_logprobs"}
+        if unknown:
+            raise InvalidRequestError(f"unknown keys in a sample request: {', '.join(sorted(unknown))}")
+        request_id, n = body.get("request_id"), body.get("n", 1)
+        if not isinstance(request_id, str) or not 1 <= len(request_id) <= 200:
+            raise InvalidRequestError("a sample request needs a request_id of 1 to 200 characters")
+        if not isinstance(n, int) or not 1 <= n <= 1024:
+            raise InvalidRequestError("n must be between 1 and 1024")
+        prompt = chunks_from_wire(body.get("prompt"))
+        if not sum(len(c.tokens) for c in prompt):
+            raise InvalidRequestError("the prompt is empty")
+        params = validate(SamplingParams, body.get("params") or {})
+        return cls(request_id, prompt, params, n, bool(body.get("prompt_logprobs", False)))
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled continuation: `tokens` int32[T], `logprobs` float32[T] under the sampling distribution."""
+
+    tokens: IntArray
+    logprobs: FloatArray
+    finish_reason: FinishReason
+    versions: tuple[tuple[int, int], ...]
+    """(policy version, number of tokens), run-length encoded; the counts add up to T."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "logprobs": self.logprobs,
+            "finish_reason": self.finish_reason,
+            "versions": [list(v) for v in self.versions],
+        }
+
+    @classmethod
+    def from_wire(cls, body: Mapping[str, Any]) -> Self:
+        return cls(
+            np.asarray(body["tokens"], np.int32),
+            np.asarray(body["logprobs"], np.float32),
+            body["finish_reason"],
+            tuple((int(v), int(n)) for v, n in body["versions"]),
+        )
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """The answer to a `SampleRequest`, with the parameters that were in effect."""
+
+    request_id: str
+    samples: tuple[Sample, ...]
+    params: SamplingParams
+    prompt_logprobs: FloatArray | None = None
+    """float32[P]; entry 0 is 0 (nothing precedes the first token)."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "request_id": self.request_id,
+            "samples": [s.to_wire() for s in self.samples],
+            "params": self.params.model_dump(),
+            "prompt_logprobs": self.prompt_logprobs,
+        }
+
+    @classmethod
+    def from_wire(cls, body: Mapping[str, Any]) -> Self:
+        logprobs = body.get("prompt_logprobs")
+        return cls(
+            body["request_id"],
+            tuple(Sample.from_wire(s) for s in body["samples"]),
+            SamplingParams.model_validate(body["params"]),
+            None if logprobs is None else np.asarray(logprobs, np.float32),
+        )
+
+
+class AdamParams(WireModel):
+    """AdamW for one step (Loshchilov & Hutter, 2019, Algorithm 2)."""
+
+    learning_rate: Annotated[float, Field(ge=0.0)] = 1e-5
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
+    """Gradients are scaled down to this L2 norm; None = never."""
+
+
+class LossConfig(WireModel):
+    """A loss by name. All are sums over tokens of weight * loss, times the factor that the caller gives.
+
+    - `cross_entropy`: -logprob.
+    - `importance_sampling`: -ratio * advantage, ratio = exp(logprob - behaviour_logprob).
+    - `ppo`: the clipped surrogate (Schulman et al., 2017, eq. 7) with separate lower and upper clip.
+    """
+
+    name: Literal["cross_entropy", "importance_sampling", "ppo"]
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0.0)] = 0.2
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Logits are divided by it, so that logprobs are those of the sampling distribution."""
+
+
+class Minibatch(WireModel):
+    """One optimizer step of a `train_step`: which data, and the factor on their summed loss."""
+
+    indices: tuple[int, ...]
+    factor: float = 1.0
+
+
+class PolicySpec(WireModel):
+    """A policy to create: LoRA when `lora` is given, otherwise the full parameters."""
+
+    lora: dict[str, Any] | None = None
+    """The fields of `LoraConfig`."""
+    seed: int = 0
+    checkpoint: str | None = None
+
+
+def validate(model: type[M], body: Any) -> M:
+    """Validate a small message.
+
+    Raises:
+        InvalidRequestError: names the first wrong field.
+    """
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or model.__name__
+        raise InvalidRequestError(f"{where}: {first['msg']}") from error

@@ -1,0 +1,131 @@
+"""Config machinery: strict pydantic models, YAML files, dotted overrides, errors that suggest the nearest name."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from opentinker.errors import ConfigError
+
+C = TypeVar("C", bound=BaseModel)
+
+
+class Config(BaseModel):
+    """Base of all configs: unknown keys are errors, instances are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint that names the closest known name, or lists them all."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(options)}"
+
+
+def _models_of(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    found = []
+    if get_origin(annotation) in (Union, UnionType) or hasattr(annotation, "__metadata__") or get_args(annotation):
+        for arg in get_args(annotation):
+            found += _models_of(arg)
+    return found
+
+
+def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> set[str]:
+    models = [model]
+    for part in path:
+        models = [
+            child
+            for parent in models
+            if isinstance(part, str) and part in parent.model_fields
+            for child in _models_of(parent.model_fields[part].annotation)
+        ] or models
+    return {name for m in models for name in m.model_fields}
+
+
+def parse_config(model: type[C], values: Mapping[str, Any]) -> C:
+    """Validate `values`.
+
+    Raises:
+        ConfigError: every wrong field with its dotted path; for an unknown key also the nearest known one.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines, hints = [], []
+        for item in error.errors():
+            path = tuple(item["loc"])
+            where = ".".join(str(part) for part in path) or "config"
+            if item["type"] == "extra_forbidden":
+                lines.append(f"unknown key '{where}'")
+                hints.append(nearest(str(path[-1]), _fields_at(model, path[:-1])))
+            else:
+                lines.append(f"{where}: {item['msg']}")
+        raise ConfigError("; ".join(lines), hint="; ".join(hints)) from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping from a file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or is not a mapping.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping, not a {type(values).__name__}")
+    return values
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """`values` with dotted overrides such as `sampling.temperature=0.7` applied; the right side is YAML.
+
+    Raises:
+        ConfigError: an override is not of the form key=value, or crosses something that is not a mapping.
+    """
+    result: dict[str, Any] = {k: _copy(v) for k, v in values.items()}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"'{override}' is not an override", hint="write key=value, such as training.steps=10")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"the value of '{key}' is not valid YAML: {text}") from error
+        if isinstance(value, str):
+            value = _number(value)
+        *parents, last = key.split(".")
+        node = result
+        for part in parents:
+            child = node.setdefault(part, {})
+            if child is None:
+                child = node[part] = {}
+            if not isinstance(child, dict):
+                raise ConfigError(f"'{key}': '{part}' is not a mapping")
+            node = child
+        node[last] = value
+    return result
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads 1e-5 as a string; people mean a number."""
+    try:
+        return float(text) if "e" in text.lower() else text
+    except ValueError:
+        return text
+
+
+def _copy(value: Any) -> Any:
+    return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,77 @@
+"""The seam between a server and its trainer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, PolicySpec
+from opentinker.server.engine.base import LoraTensors, NamedTensors
+
+
+@dataclass(frozen=True)
+class ForwardBackwardResult:
+    """What a pass over some data gives.
+
+    `logprobs`: per datum float32[T], the logprob of each weighted target (0 elsewhere), as the loss saw them.
+    `metrics`: sums over weighted tokens (keys end in `_sum`), counts (`tokens`) and maxima (keys end in `_max`).
+    """
+
+    loss: float
+    logprobs: list[FloatArray]
+    metrics: dict[str, float]
+
+
+class Trainer(Protocol):
+    """Holds the weights of one full-parameter policy or of any number of LoRA policies on one frozen base model.
+
+    Not thread-safe: a server calls it from its compute thread only. A method that raises leaves the policy unchanged.
+    """
+
+    def create_policy(self, policy: str, spec: PolicySpec) -> None: ...
+
+    def delete_policy(self, policy: str) -> None: ...
+
+    def forward(self, policy: str, data: Sequence[Datum], *, temperature: float = 1.0) -> list[FloatArray]:
+        """Logprob of every weighted target (0 elsewhere), float32[T] per datum; no gradient."""
+        ...
+
+    def forward_backward(self, policy: str, data: Sequence[Datum], loss: LossConfig, factor: float) -> ForwardBackwardResult:
+        """Adds the gradient of factor * (sum of the loss over the data) to the policy's gradients.
+
+        Raises:
+            InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary.
+        """
+        ...
+
+    def optim_step(self, policy: str, params: AdamParams) -> dict[str, float]:
+        """One AdamW step on the accumulated gradients, which are cleared: {"grad_norm": ...} (before clipping).
+
+        Raises:
+            TrainerError: the gradient is not finite; the gradients are cleared and the weights stay.
+        """
+        ...
+
+    def full_weights(self, policy: str) -> NamedTensors:
+        """Every Hugging Face parameter of the policy (an adapter merged in, tied heads sent explicitly), from pristine
+        base weights; tensors are valid until the next one is asked for."""
+        ...
+
+    def adapter(self, policy: str) -> LoraTensors:
+        """The policy's adapter."""
+        ...
+
+    def is_lora(self, policy: str) -> bool: ...
+
+    def save(self, policy: str, folder: Path) -> dict[str, Any]:
+        """Write weights (safetensors; PEFT format for an adapter), optimizer state and step into an empty folder; the
+        manifest of what was written."""
+        ...
+
+    def load(self, policy: str, folder: Path) -> None:
+        """Restore what `save` wrote.
+
+        Raises:
+            CheckpointError: a part is missing, corrupt, or of another architecture.
+        """
+        ...
