@@ -130,7 +130,7 @@ class Datum:
 class WireModel(BaseModel):
     """A small message that is validated on arrival; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class SamplingParams(WireModel):
@@ -154,7 +154,7 @@ class SampleRequest:
 
     request_id: str
     prompt: tuple[TokenChunk, ...]
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     prompt_logprobs: bool = False
 
@@ -250,10 +250,15 @@ class AdamParams(WireModel):
     """AdamW for one step (Loshchilov & Hutter, 2019, Algorithm 2)."""
 
     learning_rate: Annotated[float, Field(ge=0.0)] = 1e-5
+    """0 leaves every weight as it is, bit for bit."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Decay of the first moment."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Decay of the second moment."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
     """Gradients are scaled down to this L2 norm; None = never."""
 

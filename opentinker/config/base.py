@@ -27,13 +27,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"known here: {', '.join(options)}"
 
 
-def _models_of(annotation: Any) -> list[type[BaseModel]]:
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """The config models inside a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     found = []
     if get_origin(annotation) in (Union, UnionType) or hasattr(annotation, "__metadata__") or get_args(annotation):
         for arg in get_args(annotation):
-            found += _models_of(arg)
+            found += models_of(arg)
     return found
 
 
@@ -44,7 +45,7 @@ def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> set[str]:
             child
             for parent in models
             if isinstance(part, str) and part in parent.model_fields
-            for child in _models_of(parent.model_fields[part].annotation)
+            for child in models_of(parent.model_fields[part].annotation)
         ] or models
     return {name for m in models for name in m.model_fields}
 

@@ -15,6 +15,7 @@ class LoraConfig(Config):
     """A low-rank adapter (Hu et al., 2021). Fields and meaning are PEFT's."""
 
     rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """Columns of A and B: more can express more, and costs more."""
     alpha: Annotated[float, Field(gt=0.0)] = 32.0
     """The update is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
@@ -73,6 +74,7 @@ class SamplingConfig(Config):
     """How actions are sampled in rollouts."""
 
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Divides the logits, in sampling and in the loss alike."""
     max_tokens: Count = 256
     """Longest action, in tokens."""
     stop: tuple[str, ...] = ()
@@ -83,13 +85,21 @@ class RolloutConfig(Config):
     """Episodes of one training step, and their deadlines."""
 
     groups_per_step: Count = 16
+    """Tasks per step; each is run `algorithm.group_size` times."""
     max_turns: Count = 16
+    """An episode with this many actions ends as truncated_turns, and still trains."""
     max_concurrent_episodes: Count = 128
+    """Episodes that run at once; more wait."""
     reset_timeout_s: Seconds = 30.0
+    """A reset that takes longer ends its episode with error_timeout."""
     step_timeout_s: Seconds = 30.0
+    """A step that takes longer ends its episode with error_timeout."""
     generation_timeout_s: Seconds = 300.0
+    """Longest wait for one action, retries included."""
     episode_timeout_s: Seconds = 600.0
+    """Longest whole episode; also bounds what a straggler can delay a step."""
     generation_retries: Annotated[int, Field(ge=0)] = 2
+    """Retries of a sample that failed for a transient cause."""
     member_retries: Annotated[int, Field(ge=0)] = 1
     """How often an episode that ended in an error is run anew before its member is dropped from the group."""
 
@@ -99,14 +109,19 @@ class GRPOConfig(Config):
 
     kind: Literal["grpo"] = "grpo"
     group_size: Annotated[int, Field(ge=2)] = 8
+    """Episodes per task, compared with each other."""
     normalize_std: bool = True
     """Divide by the group's standard deviation (eq. 3 of the paper); False gives Dr. GRPO's mean-only baseline."""
     loss: Literal["ppo", "importance_sampling"] = "ppo"
+    """'ppo' clips the probability ratio, 'importance_sampling' does not."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """Ratios below 1 - clip_low stop pushing (ppo)."""
     clip_high: Annotated[float, Field(gt=0.0)] = 0.2
+    """Ratios above 1 + clip_high stop pushing (ppo)."""
     minibatches: Count = 1
     """Optimizer steps per rollout batch; groups are dealt over them."""
     epochs: Count = 1
+    """Passes over each rollout batch."""
 
 
 AlgorithmConfig = Annotated[GRPOConfig, Field()]
@@ -126,19 +141,26 @@ class EvaluationConfig(Config):
     """Evaluation on held-out tasks with the same FSM as training."""
 
     at_start: bool = True
+    """Evaluate before the first step."""
     at_end: bool = True
+    """Evaluate after the last step."""
     every: Annotated[int, Field(ge=0)] = 0
     """Evaluate every this many steps; 0 = only at start and end."""
     max_tasks: Count = 64
+    """Held-out tasks used, from the first."""
     samples_per_task: Count = 8
+    """Episodes per held-out task."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Divides the logits, in sampling and in the loss alike."""
 
 
 class RLTrainingConfig(Config):
     """The driver loop."""
 
     steps: Count = 100
+    """Rollout-and-update steps."""
     seed: int = 0
+    """Tasks, samples and adapter initialisation derive from it."""
     optimizer: AdamParams = AdamParams()
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Learning rate rises linearly over these steps, then stays."""
@@ -153,7 +175,9 @@ class RLJobConfig(Config):
 
     kind: Literal["rl"] = "rl"
     name: str = ""
+    """Shown by `opentinker ps`; free text."""
     base_model: str
+    """A known model name (`smollm2-135m`), or a directory with a Hugging Face model on the cluster."""
     lora: LoraConfig | None = None
     """An adapter to train; None trains the full parameters."""
     engine: EngineConfig = EngineConfig()
@@ -184,12 +208,16 @@ class InteractiveJobConfig(Config):
 
     kind: Literal["interactive"] = "interactive"
     name: str = ""
+    """Shown by `opentinker ps`; free text."""
     base_model: str
+    """A known model name (`smollm2-135m`), or a directory with a Hugging Face model on the cluster."""
     lora: LoraConfig | None = None
+    """An adapter to train; None trains the full parameters."""
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     resources: Resources = Resources()
     seed: int = 0
+    """Tasks, samples and adapter initialisation derive from it."""
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, trainer=self.trainer)

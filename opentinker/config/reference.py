@@ -1,0 +1,68 @@
+"""The reference page of all config keys, generated from the models, so that it cannot go stale."""
+
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from opentinker.config.base import models_of
+from opentinker.config.job import InteractiveJobConfig, RLJobConfig
+
+_HEAD = """# Configuration
+
+Generated from the config models (`python -m opentinker.config.reference > docs/configuration.md`); a test keeps it current.
+Every key can be given in YAML, as a dotted override (`opentinker submit job.yaml training.steps=10`) or in Python. Unknown
+keys are errors. A section shows only what an earlier section does not.
+"""
+
+
+def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is not None and hasattr(annotation, "__metadata__"):
+        return _type_name(get_args(annotation)[0])
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    for noise in ("typing.", "opentinker.config.job.", "opentinker.client.messages."):
+        text = text.replace(noise, "")
+    return "".join(text.split("Annotated[")[-1].split(", FieldInfo")[:1])
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "`{}`" if field.default_factory is not None else f"`{field.default!r}`"
+
+
+def _rows(model: type[BaseModel], prefix: str) -> list[str]:
+    rows = []
+    for name, field in model.model_fields.items():
+        children = models_of(field.annotation)
+        if children:
+            optional = field.default is None
+            if optional:
+                rows.append(f"| `{prefix}{name}` | section | `None` | {_text(field)} |")
+            for child in children:
+                rows += _rows(child, f"{prefix}{name}.")
+        else:
+            kind = _type_name(field.annotation).replace("|", "\\|")
+            rows.append(f"| `{prefix}{name}` | {kind} | {_default(field)} | {_text(field)} |")
+    return rows
+
+
+def _text(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split()).replace("|", "\\|")
+
+
+def _paragraph(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split()) + "\n"
+
+
+def render() -> str:
+    """The whole page, in Markdown."""
+    parts = [_HEAD]
+    for model, title in ((RLJobConfig, "Submitted job (`kind: rl`)"), (InteractiveJobConfig, "Interactive job")):
+        own = [row for row in _rows(model, "") if row not in parts]
+        parts += [f"\n## {title}", _paragraph(model), "| key | type | default | meaning |", "|---|---|---|---|", *own]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

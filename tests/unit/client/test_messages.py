@@ -1,0 +1,89 @@
+"""Data and requests are checked on arrival; the error names what is wrong."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opentinker.client.messages import Datum, Sample, SampleRequest, SampleResult, SamplingParams, TokenChunk, validate
+from opentinker.client.wire import pack, unpack
+from opentinker.errors import InvalidRequestError
+
+
+def datum(**changes: Any) -> dict[str, Any]:
+    return {"chunks": [1, 2, 3], "targets": [2, 3, 4], "weights": [0, 1, 1], "advantages": [0, 0.5, 0.5]} | changes
+
+
+def test_a_datum_survives_the_wire() -> None:
+    first = Datum.from_wire(datum())
+    second = Datum.from_wire(unpack(pack(first.to_wire())))
+    np.testing.assert_array_equal(second.tokens, [1, 2, 3])
+    np.testing.assert_array_equal(second.targets, [2, 3, 4])
+    np.testing.assert_array_equal(second.weights, np.array([0, 1, 1], np.float32))
+    assert second.arrays.keys() == first.arrays.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": [2, 3]}, "3 tokens but 2 targets"),
+        ({"advantages": [0, float("nan"), 0]}, "advantages holds NaN"),
+        ({"advantages": [0, float("inf"), 0]}, "NaN or infinity"),
+        ({"advantages": [1, 2]}, "advantages has shape"),
+        ({"advantages": ["a", "b", "c"]}, "advantages must be a list of numbers"),
+        ({"rewards": [1, 2, 3]}, "unknown array 'rewards'"),
+        ({"chunks": [1, -2, 3]}, "outside int32"),
+        ({"chunks": [1.5, 2.5, 3.5]}, "flat list of token ids"),
+        ({"chunks": [{"kind": "image", "hash": "x"}]}, "unknown chunk kind 'image'"),
+        ({"weights": None}, "weights"),
+    ],
+)
+def test_a_wrong_datum_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        Datum.from_wire(datum(**changes))
+
+
+def test_a_datum_without_weights_is_refused() -> None:
+    body = datum()
+    del body["weights"]
+    with pytest.raises(InvalidRequestError, match="needs 'weights'"):
+        Datum.from_wire(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": [1]}, "request_id"),
+        ({"request_id": "a", "prompt": []}, "prompt is empty"),
+        ({"request_id": "a", "prompt": [1], "n": 0}, "between 1 and 1024"),
+        ({"request_id": "a", "prompt": [1], "params": {"temperature": -1}}, "temperature"),
+        ({"request_id": "a", "prompt": [1], "params": {"temprature": 1}}, "temprature"),
+        ({"request_id": "a", "prompt": [1], "max_tokens": 3}, "unknown keys in a sample request: max_tokens"),
+        ([], "must be an object"),
+    ],
+)
+def test_a_wrong_sample_request_is_refused_by_name(body: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        SampleRequest.from_wire(body)
+
+
+def test_a_sample_result_survives_the_wire() -> None:
+    sample = Sample(np.array([5, 6], np.int32), np.array([-0.5, -1.0], np.float32), "stop", ((3, 2),))
+    result = SampleResult("r", (sample,), SamplingParams(max_tokens=4), np.zeros(3, np.float32))
+    back = SampleResult.from_wire(unpack(pack(result.to_wire())))
+    assert back.request_id == "r"
+    assert back.params == result.params
+    assert back.samples[0].versions == ((3, 2),)
+    np.testing.assert_array_equal(back.samples[0].tokens, sample.tokens)
+    np.testing.assert_array_equal(back.samples[0].logprobs, sample.logprobs)
+
+
+def test_request_round_trip() -> None:
+    request = SampleRequest("r", (TokenChunk(np.array([1, 2], np.int32)),), SamplingParams(seed=3, stop=("x",)), 2, True)
+    back = SampleRequest.from_wire(unpack(pack(request.to_wire())))
+    assert (back.request_id, back.params, back.n, back.prompt_logprobs) == ("r", request.params, 2, True)
+
+
+def test_validate_names_the_field() -> None:
+    with pytest.raises(InvalidRequestError, match="top_p"):
+        validate(SamplingParams, {"top_p": 2})
