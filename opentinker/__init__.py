@@ -1,0 +1,84 @@
+"""OpenTinker: reinforcement learning as a service for LLM agents.
+
+The names below load on first use, so that `import opentinker` is light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentinker.client.client import Client, Job
+    from opentinker.client.messages import AdamParams
+    from opentinker.config.job import (
+        EngineConfig,
+        EvaluationConfig,
+        InteractiveJobConfig,
+        LoraConfig,
+        Resources,
+        RLJobConfig,
+        RolloutConfig,
+        SamplingConfig,
+        TrainerConfig,
+    )
+    from opentinker.config.job import GRPOConfig as GRPO
+    from opentinker.env.environment import Action, Environment, Message, StepResult
+    from opentinker.errors import JobFailedError, OpenTinkerError, ServerLostError
+    from opentinker.training.trainer import RLTrainer
+
+_HOMES = {
+    "opentinker.client.client": ("Client", "Job"),
+    "opentinker.client.messages": ("AdamParams",),
+    "opentinker.config.job": (
+        "EngineConfig",
+        "EvaluationConfig",
+        "InteractiveJobConfig",
+        "LoraConfig",
+        "RLJobConfig",
+        "Resources",
+        "RolloutConfig",
+        "SamplingConfig",
+        "TrainerConfig",
+    ),
+    "opentinker.env.environment": ("Action", "Environment", "Message", "StepResult"),
+    "opentinker.errors": ("JobFailedError", "OpenTinkerError", "ServerLostError"),
+    "opentinker.training.trainer": ("RLTrainer",),
+}
+_LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
+_LAZY["GRPO"] = ("opentinker.config.job", "GRPOConfig")
+
+__version__ = "0.1.0"
+__all__ = [
+    "GRPO",
+    "Action",
+    "AdamParams",
+    "Client",
+    "EngineConfig",
+    "Environment",
+    "EvaluationConfig",
+    "InteractiveJobConfig",
+    "Job",
+    "JobFailedError",
+    "LoraConfig",
+    "Message",
+    "OpenTinkerError",
+    "RLJobConfig",
+    "RLTrainer",
+    "Resources",
+    "RolloutConfig",
+    "SamplingConfig",
+    "ServerLostError",
+    "StepResult",
+    "TrainerConfig",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'opentinker' has no attribute '{name}'")
+    module, attribute = _LAZY[name]
+    value = globals()[name] = getattr(import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -125,6 +125,18 @@ class EnvironmentLoadError(ConfigError):
     code = "environment_load"
 
 
+class EpisodesFailedError(OpenTinkerError):
+    """Training cannot go on: episodes keep ending in errors."""
+
+    code = "episodes_failed"
+
+
+class EnvironmentFailedError(OpenTinkerError):
+    """An environment's code raised, or answered with something malformed."""
+
+    code = "environment_failed"
+
+
 class RenderingError(OpenTinkerError):
     """A chat template cannot render these messages."""
 

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from opentinker.client.messages import SampleRequest
 
+COMMANDS = frozenset({"create", "delete", "forward", "forward_backward", "optim_step", "train_step", "publish", "save", "load"})
+
 
 @dataclass(frozen=True)
 class SampleWork:

@@ -1,11 +1,13 @@
 """The configs of a job. A YAML file, a Python call and the scheduler's store all hold the same fields."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from opentinker.client.messages import AdamParams
-from opentinker.config.base import Config
+from opentinker.config.base import Config, nearest, parse_config
+from opentinker.errors import ConfigError
 
 Seconds = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
@@ -224,3 +226,16 @@ class InteractiveJobConfig(Config):
 
 
 JobConfig = Annotated[RLJobConfig | InteractiveJobConfig, Field(discriminator="kind")]
+
+
+def parse_job(values: Mapping[str, Any]) -> JobConfig:
+    """Validate a job's config by its `kind`.
+
+    Raises:
+        ConfigError: an unknown kind, or whatever `parse_config` finds.
+    """
+    kinds: dict[str, type[RLJobConfig] | type[InteractiveJobConfig]] = {"rl": RLJobConfig, "interactive": InteractiveJobConfig}
+    kind = values.get("kind")
+    if kind not in kinds:
+        raise ConfigError(f"kind: {kind!r} is not a kind of job", hint=nearest(str(kind), kinds))
+    return parse_config(kinds[kind], values)

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 
 class Message(TypedDict):
@@ -10,6 +10,8 @@ class Message(TypedDict):
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]
+    """What the assistant thought before it answered, where the model thinks."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class Action:
 
     text: str
     truncated: bool = False
+    reasoning: str = ""
+    """What a thinking model wrote between its thinking marks; not part of `text`."""
 
 
 @dataclass(frozen=True)

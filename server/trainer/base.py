@@ -36,6 +36,14 @@ class Trainer(Protocol):
         """Logprob of every weighted target (0 elsewhere), float32[T] per datum; no gradient."""
         ...
 
+    def check(self, data: Sequence[Datum], loss: LossConfig) -> None:
+        """Whether `forward_backward` would take the data, without computing anything.
+
+        Raises:
+            InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary.
+        """
+        ...
+
     def forward_backward(self, policy: str, data: Sequence[Datum], loss: LossConfig, factor: float) -> ForwardBackwardResult:
         """Adds the gradient of factor * (sum of the loss over the data) to the policy's gradients.
 

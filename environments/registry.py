@@ -1,0 +1,6 @@
+"""The built-in environments by name."""
+
+BUILT_IN = {
+    "arithmetic": "opentinker.environments.arithmetic:Arithmetic",
+    "guess_number": "opentinker.environments.guess_number:GuessNumber",
+}

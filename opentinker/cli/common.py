@@ -1,0 +1,114 @@
+"""What the commands share: options, the connection to a cluster, and how errors look."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from opentinker.client.local import API_KEY_VARIABLE, STATE_DIR, find_cluster
+from opentinker.client.scheduler import SchedulerClient
+from opentinker.config.base import apply_overrides, parse_config, read_yaml
+from opentinker.config.job import RLJobConfig
+from opentinker.errors import OpenTinkerError
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+UrlOption = Annotated[str | None, typer.Option("--url", help="The cluster's address. Default: the cluster on this machine.")]
+KeyOption = Annotated[
+    str | None, typer.Option("--key", help=f"API key. Default: ${API_KEY_VARIABLE}, or the key of the cluster on this machine.")
+]
+StateDirOption = Annotated[Path, typer.Option("--state-dir", help="Where the cluster on this machine keeps its state.")]
+DEFAULT_STATE_DIR = STATE_DIR
+JobArgument = Annotated[str, typer.Argument(help="The job's id, as `opentinker ps` shows it.", show_default=False)]
+ConfigArgument = Annotated[Path, typer.Argument(help="A YAML file with the job's config.", show_default=False)]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(help="Dotted overrides, such as training.steps=10.", show_default=False)
+]
+
+
+def print_error(error: OpenTinkerError) -> None:
+    """One red line, and a hint where there is one."""
+    err.print(Text(f"error: {error.detail}", "bold red"), soft_wrap=True)
+    if error.hint:
+        err.print(Text(f"hint: {error.hint}", "yellow"), soft_wrap=True)
+
+
+@contextmanager
+def connected(url: str | None, key: str | None, state_dir: Path) -> Iterator[SchedulerClient]:
+    """A scheduler client for what the options say.
+
+    Raises:
+        UnavailableError: no cluster is named and none runs here.
+        AuthenticationError: no key.
+    """
+    client = SchedulerClient(*find_cluster(url, key, state_dir))
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def read_rl_config(path: Path, overrides: list[str] | None) -> RLJobConfig:
+    """The RL job that a YAML file and overrides describe.
+
+    Raises:
+        ConfigError: see `parse_config`.
+    """
+    return parse_config(RLJobConfig, apply_overrides(read_yaml(path), overrides or []))
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt within, so that it tidies up like Ctrl-C."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM are ignored within, for cleaning up that must not be cut short (and has deadlines of its own)."""
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ago(then: float | None, now: float) -> str:
+    """How long since a Unix time, for people."""
+    if then is None:
+        return "-"
+    seconds = max(0.0, now - then)
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+STATE_STYLE: dict[str, str] = {
+    "QUEUED": "yellow",
+    "STARTING": "yellow",
+    "RUNNING": "green",
+    "COMPLETED": "blue",
+    "FAILED": "red",
+    "CANCELLED": "magenta",
+}
+
+
+def state_text(job: dict[str, Any]) -> Text:
+    return Text(job["state"], STATE_STYLE.get(job["state"], ""))

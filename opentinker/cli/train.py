@@ -1,0 +1,66 @@
+"""`opentinker train`: the same job, driven by this process."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opentinker.cli.code import environment_file, relative_to_code
+from opentinker.cli.common import (
+    DEFAULT_STATE_DIR,
+    ConfigArgument,
+    KeyOption,
+    OverridesArgument,
+    StateDirOption,
+    UrlOption,
+    err,
+    out,
+    read_rl_config,
+    sigterm_as_interrupt,
+)
+from opentinker.client.client import Client
+from opentinker.client.local import find_cluster
+from opentinker.training.progress import Progress
+from opentinker.training.run import checked_environment, run_rl_job
+
+
+def train(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where to write the run.")] = Path("runs"),
+    url: UrlOption = None,
+    key: KeyOption = None,
+    state_dir: StateDirOption = DEFAULT_STATE_DIR,
+) -> None:
+    """Train from a YAML file with the loop and the environment in this process; the cluster hosts the model.
+
+    Your environment's code does not leave this machine. Ctrl-C ends the job.
+    """
+    job = read_rl_config(config, overrides)
+    file = environment_file(job, config.parent)
+    if file is not None:
+        job = relative_to_code(job, file)
+    code_dir = file.parent if file else None
+    checked_environment(job, code_dir)
+    address, api_key = find_cluster(url, key, state_dir)
+    with sigterm_as_interrupt(), Client(address, api_key) as client:
+        err.print("waiting for a server")
+        with client.create_job(
+            job.base_model,
+            lora=job.lora,
+            engine=job.engine,
+            trainer=job.trainer,
+            resources=job.resources,
+            name=job.name,
+            seed=job.training.seed,
+        ) as hosted:
+            with Progress(job.name or job.environment.name, job.training.steps) as progress, hosted.explained():
+                summary = run_rl_job(
+                    job.model_dump(mode="json"),
+                    **hosted.server,
+                    run_dir=runs_dir / hosted.id,
+                    code_dir=code_dir,
+                    listeners=(progress,),
+                )
+            out.print(f"report: {summary['report']}", soft_wrap=True)
+            out.print(f"checkpoint: {summary['checkpoint']}", soft_wrap=True)

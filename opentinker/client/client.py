@@ -1,0 +1,237 @@
+"""The user's front door: a client of a cluster, and the jobs it creates."""
+
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from opentinker.client.local import find_cluster
+from opentinker.client.policy import PolicyClient
+from opentinker.client.scheduler import SchedulerClient
+from opentinker.client.sync import SyncRunner
+from opentinker.config.job import EngineConfig, InteractiveJobConfig, LoraConfig, Resources, TrainerConfig
+from opentinker.errors import (
+    AuthenticationError,
+    ConflictError,
+    DeadlineError,
+    JobFailedError,
+    NotFoundError,
+    OpenTinkerError,
+    ServerLostError,
+    UnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
+_SUSPICIOUS = (UnavailableError, DeadlineError, ServerLostError, NotFoundError, AuthenticationError)
+"""Errors of a policy call that may mean that the server is gone."""
+
+
+class Client:
+    """A connection to a cluster. Leaving the `with` ends the jobs that it created and that still run."""
+
+    def __init__(self, url: str | None = None, api_key: str | None = None, *, timeout_s: float = 30.0) -> None:
+        """`url` and `api_key` default to the cluster on this machine (see `find_cluster`).
+
+        Raises:
+            UnavailableError: no url is given and no cluster runs here.
+            AuthenticationError: no key is known for the url.
+        """
+        url, key = find_cluster(url, api_key)
+        self.scheduler = SchedulerClient(url, key, timeout_s=timeout_s)
+        self._jobs: list[Job] = []
+
+    def create_job(
+        self,
+        base_model: str,
+        *,
+        lora: LoraConfig | None = None,
+        engine: EngineConfig | None = None,
+        trainer: TrainerConfig | None = None,
+        resources: Resources | None = None,
+        name: str = "",
+        seed: int = 0,
+        start_timeout_s: float = 1800.0,
+    ) -> "Job":
+        """Submit an interactive job and wait until its server is up. Time in the cluster's queue counts.
+
+        Raises:
+            UnknownModelError: the cluster does not know the model.
+            JobFailedError: the server could not be started.
+            DeadlineError: it is not up after `start_timeout_s`; the job is cancelled.
+        """
+        config = InteractiveJobConfig(
+            base_model=base_model,
+            lora=lora,
+            engine=engine or EngineConfig(),
+            trainer=trainer or TrainerConfig(),
+            resources=resources or Resources(),
+            name=name,
+            seed=seed,
+        )
+        job = Job(self.scheduler, config, self.scheduler.submit(config.model_dump(mode="json")))
+        self._jobs.append(job)
+        try:
+            job.wait_until_running(start_timeout_s)
+        except BaseException:
+            job.cancel()
+            raise
+        return job
+
+    def close(self) -> None:
+        for job in self._jobs:
+            job.cancel()
+        self.scheduler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Job:
+    """An interactive job: a policy on a server that is this client's until the job ends.
+
+    A thread renews the lease; when the process dies, the lease expires and the cluster takes the server back.
+    """
+
+    def __init__(self, scheduler: SchedulerClient, config: InteractiveJobConfig, record: dict[str, Any]) -> None:
+        self.config = config
+        self.id: str = record["id"]
+        self._scheduler = scheduler
+        self._record = record
+        self._sync = SyncRunner()
+        self._policy: PolicyClient | None = None
+        self._closed = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name=f"lease-{self.id}", daemon=True)
+        self._heart.start()
+
+    @property
+    def state(self) -> str:
+        """The job's state when the cluster was last heard."""
+        return str(self._record["state"])
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The job as the scheduler last described it."""
+        return self._record
+
+    @property
+    def server(self) -> dict[str, str]:
+        """Where the policy is: endpoint, policy, token."""
+        return {name: self._record["server"][name] for name in ("endpoint", "policy", "token")}
+
+    def wait_until_running(self, timeout_s: float) -> None:
+        """Raises: JobFailedError, DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        while self.state != "RUNNING":
+            left = deadline - time.monotonic()
+            if left <= 0:
+                waiting = self._record.get("waiting_for")
+                raise DeadlineError(
+                    f"job {self.id} is not running after {timeout_s:.0f} s", hint=f"it waits for {waiting}" if waiting else ""
+                )
+            self._saw(self._scheduler.job(self.id, wait_s=min(left, 20.0), state=self.state))
+            self._raise_if_ended(JobFailedError)
+
+    def run(self, work: Callable[[PolicyClient], Awaitable[T]]) -> T:
+        """Run async work on the job's policy from synchronous code, on the job's event loop.
+
+        Raises:
+            ServerLostError: the job's server died meanwhile; the detail is the scheduler's cause.
+        """
+        if self._closed.is_set():
+            raise ConflictError(f"job {self.id} has ended")
+
+        async def connected() -> T:
+            if self._policy is None:
+                self._policy = PolicyClient(**self.server)
+            return await work(self._policy)
+
+        with self.explained():
+            return self._sync.run(connected())
+
+    def save(self, name: str) -> dict[str, Any]:
+        """Checkpoint the policy under `name` on the cluster: {"path", "manifest"}."""
+        return self.run(lambda policy: policy.save(name))
+
+    def load(self, name: str) -> dict[str, Any]:
+        """Restore weights and optimizer from this job's checkpoint `name`: {"version"}."""
+        return self.run(lambda policy: policy.load(name))
+
+    def complete(self) -> None:
+        """End the job in order; its server stops. Does nothing on a job that has ended."""
+        self._end(self._scheduler.complete)
+
+    def cancel(self) -> None:
+        """End the job as cancelled; its server stops. Does nothing on a job that has ended."""
+        self._end(self._scheduler.cancel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.complete() if kind is None else self.cancel()
+
+    def _saw(self, record: dict[str, Any]) -> None:
+        """Take the scheduler's word; an answer that was overtaken by the end of the job is stale."""
+        if self.state not in ENDED:
+            self._record = record
+
+    def _end(self, tell: Callable[[str], dict[str, Any]]) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        try:
+            if self._policy is not None:
+                self._sync.run(self._policy.close())
+        finally:
+            self._sync.close()
+            if self.state not in ENDED:
+                self._tell(tell)
+
+    def _tell(self, tell: Callable[[str], dict[str, Any]]) -> None:
+        try:
+            self._saw(tell(self.id))
+        except ConflictError:
+            self._saw(self._scheduler.job(self.id))
+        except (UnavailableError, DeadlineError) as error:
+            logger.warning("job=%s could not be ended (%s); its lease will expire", self.id, error)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(float(self._record.get("lease_s") or 30.0) / 3):
+            try:
+                record = self._scheduler.heartbeat(self.id)
+            except (UnavailableError, DeadlineError) as error:
+                logger.warning("job=%s heartbeat failed: %s", self.id, error)
+                continue
+            except OpenTinkerError as error:
+                logger.error("job=%s the lease is lost: %s", self.id, error)
+                return
+            self._saw(record)
+            if self.state in ENDED:
+                return
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn a failed call to a dead server into the scheduler's account of what happened."""
+        try:
+            yield
+        except _SUSPICIOUS as error:
+            deadline = time.monotonic() + 15.0
+            while self.state not in ENDED and (left := deadline - time.monotonic()) > 0:
+                self._saw(self._scheduler.job(self.id, wait_s=left, state=self.state))
+            self._raise_if_ended(ServerLostError, error)
+            raise
+
+    def _raise_if_ended(self, kind: type[JobFailedError], cause: BaseException | None = None) -> None:
+        if self.state in ENDED:
+            why = self._record.get("cause") or "no cause is known"
+            lost = kind if self.state == "FAILED" else JobFailedError
+            raise lost(f"job {self.id} is {self.state}: {why}", hint=f"`opentinker logs {self.id}` has more") from cause

@@ -1,0 +1,117 @@
+"""HTTP client of the scheduler (synchronous; the routes are in docs/architecture.md)."""
+
+import base64
+import hashlib
+import random
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from opentinker.errors import AuthenticationError, DeadlineError, OpenTinkerError, UnavailableError, from_problem
+
+ATTEMPTS = 4
+_TRANSIENT = frozenset({429, 502, 503, 504})
+
+
+class SchedulerClient:
+    """One method per route. Every request is idempotent, so transient failures are retried (bounded, jittered).
+
+    Raises (all methods): UnavailableError, DeadlineError, or the error that the scheduler reports.
+    """
+
+    def __init__(self, url: str, api_key: str, *, timeout_s: float = 30.0) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {api_key}"}, timeout=timeout_s)
+
+    def health(self) -> dict[str, Any]:
+        return self._call("GET", "/health")
+
+    def submit(self, config: Mapping[str, Any], *, code: bytes | None = None) -> dict[str, Any]:
+        """Submit a job; `code` is a zip of the environment's folder."""
+        body: dict[str, Any] = {"config": dict(config), "idempotency_key": uuid.uuid4().hex}
+        if code is not None:
+            body["code"] = {"zip": base64.b64encode(code).decode(), "sha256": hashlib.sha256(code).hexdigest()}
+        return self._call("POST", "/v1/jobs", json=body)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """All jobs of this key, newest first."""
+        jobs: list[dict[str, Any]] = self._call("GET", "/v1/jobs")["jobs"]
+        return jobs
+
+    def job(self, job_id: str, *, wait_s: float = 0.0, state: str | None = None) -> dict[str, Any]:
+        """A job; with `state`, waits up to `wait_s` until its state differs from it."""
+        params: dict[str, Any] = {"wait_s": wait_s, "state": state} if state is not None else {}
+        return self._call("GET", f"/v1/jobs/{job_id}", params=params, wait_s=wait_s)
+
+    def events(self, job_id: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = self._call("GET", f"/v1/jobs/{job_id}/events")["events"]
+        return events
+
+    def heartbeat(self, job_id: str) -> dict[str, Any]:
+        return self._call("POST", f"/v1/jobs/{job_id}/heartbeat")
+
+    def complete(self, job_id: str) -> dict[str, Any]:
+        return self._call("POST", f"/v1/jobs/{job_id}/complete")
+
+    def cancel(self, job_id: str) -> dict[str, Any]:
+        return self._call("POST", f"/v1/jobs/{job_id}/cancel")
+
+    def logs(self, job_id: str, *, offset: int = 0) -> dict[str, Any]:
+        """{"text", "offset", "finished"}; `offset` continues where an earlier answer ended."""
+        return self._call("GET", f"/v1/jobs/{job_id}/logs", params={"offset": offset})
+
+    def metrics(self, job_id: str, *, after: int = 0) -> dict[str, Any]:
+        """{"rows", "next", "finished"}; `after` is an earlier answer's `next`."""
+        return self._call("GET", f"/v1/jobs/{job_id}/metrics", params={"after": after})
+
+    def cluster(self) -> dict[str, Any]:
+        return self._call("GET", "/v1/cluster")
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(
+        self, method: str, path: str, *, json: Any = None, params: Mapping[str, Any] | None = None, wait_s: float = 0.0
+    ) -> dict[str, Any]:
+        error: OpenTinkerError = UnavailableError(f"no answer from {self.url}")
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(0.2 * 2**attempt * random.uniform(0.5, 1.0))
+            try:
+                response = self._http.request(method, path, json=json, params=params, timeout=self._timeout_s + wait_s)
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as cause:
+                raise UnavailableError(f"'{self.url}' is not a cluster's URL: {cause}") from cause
+            except httpx.TimeoutException:
+                error = DeadlineError(f"{self.url} did not answer within {self._timeout_s + wait_s:.0f} s")
+                continue
+            except httpx.TransportError as cause:
+                error = UnavailableError(
+                    f"cannot reach a cluster at {self.url}: {cause}", hint="is it running? `opentinker up` starts one"
+                )
+                continue
+            if response.is_success:
+                answer: dict[str, Any] = response.json()
+                return answer
+            error = _error_of(response, self.url)
+            if response.status_code not in _TRANSIENT:
+                break
+        raise error
+
+
+def _error_of(response: httpx.Response, url: str) -> OpenTinkerError:
+    try:
+        problem = response.json()
+    except ValueError:
+        problem = None
+    if not isinstance(problem, dict) or "code" not in problem:
+        return UnavailableError(
+            f"{url} answered {response.status_code} and no problem document", hint="is this an OpenTinker cluster's address?"
+        )
+    error = from_problem(problem)
+    if isinstance(error, AuthenticationError) and not error.hint:
+        error.hint = "check the API key"
+    return error

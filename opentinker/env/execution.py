@@ -1,0 +1,198 @@
+"""Runs an author's environment: every call has a deadline, and what comes back is checked before anything uses it."""
+
+import asyncio
+import inspect
+import math
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+from opentinker.env.environment import Action, Environment, Message, StepResult
+from opentinker.env.threads import UserThreads
+from opentinker.errors import DeadlineError, EnvironmentFailedError
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class EnvironmentSession:
+    """One environment from its construction to `close`.
+
+    Async methods run on the event loop, plain ones in a thread, so that slow user code stalls nobody else. A call that outlives
+    its deadline is abandoned: what it answers later is ignored.
+    """
+
+    def __init__(self, make: Callable[[], Environment], threads: UserThreads) -> None:
+        self._make = make
+        self._threads = threads
+        self._environment: Environment | None = None
+        self._to_close: list[Environment] = []
+        self._closed = False
+        self.seconds = 0.0
+        """Time spent in the environment so far."""
+
+    async def reset(self, task: Any, timeout_s: float) -> tuple[Message, ...]:
+        """Construct and reset the environment; the first messages.
+
+        Raises:
+            EnvironmentFailedError: it raised, or its observation is malformed.
+            DeadlineError: it took longer than `timeout_s`.
+        """
+        start = time.perf_counter()
+        self._environment = await self._call(self._construct, timeout_s, "the environment's constructor")
+        what = f"{type(self._environment).__name__}.reset"
+        left = timeout_s - (time.perf_counter() - start)
+        observation = await self._call(self._environment.reset, left, what, task)
+        return messages_of(observation, what)
+
+    async def step(self, action: Action, timeout_s: float) -> StepResult:
+        """Apply an action. The result's observation is a tuple of messages, its numbers are finite floats.
+
+        Raises:
+            EnvironmentFailedError: it raised, or its result is malformed.
+            DeadlineError: it took longer than `timeout_s`.
+        """
+        assert self._environment is not None, "step follows reset"
+        what = f"{type(self._environment).__name__}.step"
+        return checked_step(await self._call(self._environment.step, timeout_s, what, action), what)
+
+    async def close(self, timeout_s: float) -> None:
+        """Close the environment, if it was constructed; one that is constructed later closes itself.
+
+        Raises:
+            EnvironmentFailedError: it raised.
+            DeadlineError: it took longer than `timeout_s`.
+        """
+        self._closed = True
+        for environment in _taken(self._to_close):
+            await self._call(environment.close, timeout_s, f"{type(environment).__name__}.close")
+
+    def _construct(self) -> Environment:
+        environment = self._make()
+        self._to_close.append(environment)
+        if self._closed:
+            for late in _taken(self._to_close):
+                late.close()
+        return environment
+
+    async def _call(self, function: Callable[..., Any], timeout_s: float, what: str, *args: Any) -> Any:
+        start = time.perf_counter()
+        task = asyncio.ensure_future(self._invoke(function, what, args))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, timeout_s))
+            if not done:
+                raise DeadlineError(f"{what} did not return within {timeout_s:.3g} s")
+            if task.cancelled():
+                raise EnvironmentFailedError(f"{what} raised CancelledError")
+            return task.result()
+        finally:
+            # An async method that ignores its cancellation is left behind, like a thread that hangs.
+            task.cancel()
+            task.add_done_callback(_forget)
+            self.seconds += time.perf_counter() - start
+
+    async def _invoke(self, function: Callable[..., Any], what: str, args: tuple[Any, ...]) -> Any:
+        if inspect.iscoroutinefunction(function):
+            value = function(*args)
+        else:
+
+            def plain() -> Any:
+                with _reported(what, function):
+                    return function(*args)
+
+            value = await self._threads.call(plain)
+        if not isinstance(value, Awaitable):
+            return value
+        with _reported(what, function):
+            return await value
+
+
+def _taken(environments: list[Environment]) -> Iterator[Environment]:
+    """Empties the list; each element goes to one taker only, whichever thread asks (`pop` is atomic)."""
+    with suppress(IndexError):
+        while True:
+            yield environments.pop()
+
+
+@contextmanager
+def _reported(what: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Turns whatever user code raises, SystemExit and StopIteration too, into an error that says where to look."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        # Python wraps a coroutine's StopIteration, which hides where it came from.
+        first = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
+        text = f"{type(first).__name__}: {first}".removesuffix(": ")
+        raise EnvironmentFailedError(f"{what} raised {text}{_location(first, function)}") from error
+
+
+def _location(error: BaseException, function: Callable[..., Any]) -> str:
+    """The deepest line in the file that defines the method; if there is none, the deepest one of all."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    own = [f for f in frames if code is not None and f[0] == code.co_filename]
+    return " ({}:{})".format(*(own or frames)[-1]) if frames else ""
+
+
+def messages_of(observation: Any, what: str) -> tuple[Message, ...]:
+    """An observation as messages: a text is one user message.
+
+    Raises:
+        EnvironmentFailedError: it is neither text nor messages, or it is empty.
+    """
+    if isinstance(observation, str):
+        observation = [{"role": "user", "content": observation}] if observation else []
+    if not isinstance(observation, Sequence) or not all(isinstance(m, Mapping) for m in observation):
+        raise EnvironmentFailedError(
+            f"{what} gave an observation of type {type(observation).__name__}", hint="give a text or a list of messages"
+        )
+    for message in observation:
+        if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+            raise EnvironmentFailedError(
+                f"{what} gave a message that is not one: {dict(message)!r}"[:300],
+                hint=f"a message has a 'role' ({', '.join(ROLES)}) and a text 'content'",
+            )
+    if not observation:
+        raise EnvironmentFailedError(f"{what} gave an empty observation, but the episode goes on")
+    return tuple(cast(Message, dict(message)) for message in observation)
+
+
+def checked_step(result: Any, what: str) -> StepResult:
+    """`result` with its numbers as floats and its observation as messages; when done, the observation may be empty.
+
+    Raises:
+        EnvironmentFailedError: it is not a StepResult, or a field is not what it should be.
+    """
+    if not isinstance(result, StepResult):
+        raise EnvironmentFailedError(
+            f"{what} returned {type(result).__name__}",
+            hint="return opentinker.StepResult(reward=..., done=..., observation=...)",
+        )
+    reward = _number(result.reward, f"{what}: the reward")
+    if not isinstance(result.metrics, Mapping):
+        raise EnvironmentFailedError(f"{what}: metrics must be a dict of numbers, not {type(result.metrics).__name__}")
+    metrics = {str(name): _number(value, f"{what}: metric '{name}'") for name, value in result.metrics.items()}
+    silent = bool(result.done) and not len(result.observation if isinstance(result.observation, Sequence) else "?")
+    observation = () if silent else messages_of(result.observation, what)
+    return StepResult(reward, bool(result.done), observation, metrics)
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise EnvironmentFailedError(f"{what} must be a number, not {type(value).__name__}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailedError(f"{what} must be a number: {error}") from error
+    if not math.isfinite(number):
+        raise EnvironmentFailedError(f"{what} is {number}; it must be finite")
+    return number
+
+
+def _forget(task: "asyncio.Task[Any]") -> None:
+    """A late answer or error is nobody's any more; looking at it keeps asyncio from logging it."""
+    if not task.cancelled():
+        task.exception()

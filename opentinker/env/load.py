@@ -1,0 +1,91 @@
+"""Finds an environment's class: a built-in name, or `path/to/file.py:Class`."""
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from opentinker.config.base import nearest
+from opentinker.env.environment import Environment
+from opentinker.errors import EnvironmentLoadError
+
+
+def load_environment(name: str | type[Environment], base_dir: Path | None = None) -> type[Environment]:
+    """The class that `name` stands for; a class stands for itself. Relative paths start at `base_dir` (the working directory).
+
+    The file's folder joins `sys.path`, as for a script, so that the file can import its neighbours.
+
+    Raises:
+        EnvironmentLoadError: the name is unknown, the file or class is missing, the import fails, or the class is not an
+            Environment.
+    """
+    if isinstance(name, str):
+        path, colon, class_name = name.rpartition(":")
+        loaded = _from_file((base_dir or Path()) / Path(path).expanduser(), class_name) if colon else _built_in(name)
+    else:
+        loaded = name
+    return _checked(loaded, str(name))
+
+
+def _built_in(name: str) -> object:
+    known: dict[str, str] = importlib.import_module("opentinker.environments.registry").BUILT_IN
+    if name not in known:
+        hint = f"{nearest(name, known)}; your own is named path/to/file.py:Class"
+        raise EnvironmentLoadError(f"there is no built-in environment '{name}'", hint=hint)
+    module, _, attribute = known[name].partition(":")
+    found: object = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def _from_file(path: Path, class_name: str) -> object:
+    path = path.resolve()
+    if not path.is_file():
+        raise EnvironmentLoadError(f"the environment's file {path} does not exist", hint="name it path/to/file.py:Class")
+    module = _import(path)
+    if not hasattr(module, class_name):
+        there = [n for n, v in vars(module).items() if _is_environment(v) and v is not Environment]
+        hint = nearest(class_name, there) if there else "it defines no subclass of opentinker.Environment"
+        raise EnvironmentLoadError(f"{path} has no class '{class_name}'", hint=hint)
+    found: object = getattr(module, class_name)
+    return found
+
+
+def _import(path: Path) -> ModuleType:
+    name = f"opentinker_user_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise EnvironmentLoadError(f"{path} is not a Python file", hint="name it path/to/file.py:Class")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise EnvironmentLoadError(f"importing {path} failed: {type(error).__name__}: {error}{_line(error, path)}") from error
+    return module
+
+
+def _line(error: BaseException, path: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return ""  # its text ends with file and line
+    own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    return f" ({path}:{own[-1].lineno})" if own else ""
+
+
+def _is_environment(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, Environment)
+
+
+def _checked(value: object, name: str) -> type[Environment]:
+    if not (inspect.isclass(value) and issubclass(value, Environment)):
+        raise EnvironmentLoadError(f"'{name}' is not an environment", hint="derive the class from opentinker.Environment")
+    missing = [method for method in ("reset", "step") if getattr(value, method) is getattr(Environment, method)]
+    if missing:
+        raise EnvironmentLoadError(f"{value.__name__} defines no {' and no '.join(missing)}")
+    return value

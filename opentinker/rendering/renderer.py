@@ -1,0 +1,88 @@
+"""Messages to tokens, turn by turn: what was sampled is kept as it was sampled, and only what the template adds is rendered.
+
+Every template goes through the same path. The turn's delta is rendered after a marker answer, which a probe has proved to be
+what the template adds after any answer (`probe.py`); a template that changes earlier turns is refused, and the episode then
+renders the whole conversation anew. Of the `renderers` library this uses the response parser (reasoning apart from content).
+Its typed renderers could bridge some of the refused templates, but are chosen by hub name, while a server hands out only
+tokenizer files; for the rest it renders by the template itself, as here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from opentinker.env.environment import Action, Message
+from opentinker.errors import RenderingError
+from opentinker.rendering.probe import TurnShape, delta_text, probe_turns
+from opentinker.rendering.tokenizer import ChatTokenizer
+
+_THINK = "<think>"
+
+
+class ConversationRenderer:
+    """Renders conversations for one model. `template_kwargs` (such as enable_thinking) reach the template on every path."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, stop_token_ids: Iterable[int], template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        from renderers.default import DefaultRenderer  # half a second: it loads an HTTP client of its own
+
+        self.tokenizer = tokenizer
+        self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
+        self._template_kwargs = dict(template_kwargs or {})
+        self._parser = DefaultRenderer(tokenizer)
+        self._shapes: dict[tuple[str, ...], TurnShape] = {}
+        opens_thinking = self._text([{"role": "user", "content": "Hi"}], True).rstrip().endswith(_THINK)
+        self._thinking_prefix = tokenizer.encode(_THINK) if opens_thinking else None
+        try:
+            self.prefix_break = self._shape(("user",)).broken
+            """How the template changes earlier turns when a user turn follows; empty if it preserves its prefix."""
+        except RenderingError as error:
+            self.prefix_break = str(error)
+
+    @property
+    def preserves_prefix(self) -> bool:
+        """Whether user turns can be appended to what was sampled."""
+        return not self.prefix_break
+
+    def render_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the whole conversation and the header of the policy's next turn.
+
+        Raises:
+            RenderingError: the template refuses the messages.
+        """
+        return self.tokenizer.encode(self._text(messages, True))
+
+    def parse(self, action_tokens: Sequence[int], finished: bool = False) -> Action:
+        """What was said, without template tokens and with reasoning apart.
+
+        An action is truncated when it lacks a stop token, unless `finished` says that it ended otherwise (a stop string).
+        """
+        tokens = [int(t) for t in action_tokens]
+        stopped = bool(tokens) and tokens[-1] in self.stop_token_ids
+        parsed = self._parser.parse_response(tokens[:-1] if stopped else tokens, prompt_ids=self._thinking_prefix)
+        return Action(parsed.content, truncated=not (stopped or finished), reasoning=parsed.reasoning_content or "")
+
+    def observation_delta(self, action_tokens: Sequence[int], observation: Sequence[Message]) -> list[int]:
+        """Token ids that the template adds after a sampled action: the rest of its turn, the observation, the next header.
+
+        If the action ended with the turn's own stop token, only what follows it; an action that was cut is closed here.
+
+        Raises:
+            RenderingError: the template refuses the messages, or changes earlier turns.
+        """
+        shape = self._shape(tuple(m["role"] for m in observation))
+        if shape.broken:
+            raise RenderingError(f"the chat template does not preserve its prefix: {shape.broken}")
+        delta = self.tokenizer.encode(delta_text(self._text, observation))
+        last = int(action_tokens[-1]) if len(action_tokens) else None
+        if last in self.stop_token_ids and last in shape.opening:
+            return delta[shape.opening.index(last) + 1 :]
+        return delta
+
+    def _shape(self, roles: tuple[str, ...]) -> TurnShape:
+        if roles not in self._shapes:
+            self._shapes[roles] = probe_turns(self._text, self.tokenizer.encode, roles)
+        return self._shapes[roles]
+
+    def _text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        return self.tokenizer.render_text(messages, add_generation_prompt, **self._template_kwargs)

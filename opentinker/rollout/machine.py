@@ -1,0 +1,246 @@
+"""The finite-state machine of one episode. It does no I/O: events go in, a request for the next thing to do comes out.
+
+| request (status)        | its answer                            | other events                                          |
+|-------------------------|---------------------------------------|-------------------------------------------------------|
+| Reset (PENDING)         | ResetDone                             | Failed -> error_env, DeadlinePassed -> error_timeout  |
+| AwaitTurn (PENDING)     | TurnGranted, or EpisodeEnded -> done  | Failed -> error_env, DeadlinePassed -> error_timeout  |
+| Generate (GENERATING)   | ActionSampled                         | Failed -> error_generation, DeadlinePassed -> ...     |
+| Step (INTERACTING)      | StepDone                              | Failed -> error_env, DeadlinePassed -> error_timeout  |
+| Finish (TERMINATED)     |                                       | none                                                  |
+
+`Cancelled` ends every status but TERMINATED. Any other event is a programming error and raises.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from opentinker.client.messages import IntArray, Sample
+from opentinker.env.environment import Action, Message
+from opentinker.errors import RenderingError
+from opentinker.rollout.trajectory import RunKind, Trajectory
+from opentinker.rollout.types import EpisodeStatus, Termination
+
+
+class Renderer(Protocol):
+    """What the machine needs of `ConversationRenderer`."""
+
+    def render_prompt(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def parse(self, action_tokens: Sequence[int], finished: bool = False) -> Action: ...
+
+    def observation_delta(self, action_tokens: Sequence[int], observation: Sequence[Message]) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class ResetDone:
+    observation: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class TurnGranted:
+    """In a multi-agent episode: this agent acts now."""
+
+
+@dataclass(frozen=True)
+class EpisodeEnded:
+    """In a multi-agent episode: another agent ended it."""
+
+
+@dataclass(frozen=True)
+class ActionSampled:
+    sample: Sample
+
+
+@dataclass(frozen=True)
+class StepDone:
+    reward: float
+    done: bool
+    observation: tuple[Message, ...] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What was requested failed for good."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    error: str
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    pass
+
+
+Event = ResetDone | TurnGranted | EpisodeEnded | ActionSampled | StepDone | Failed | DeadlinePassed | Cancelled
+
+
+@dataclass(frozen=True)
+class Reset:
+    task: Any
+
+
+@dataclass(frozen=True)
+class AwaitTurn:
+    pass
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Sample an action of at most `max_tokens` tokens after `tokens` (int32[T])."""
+
+    tokens: IntArray
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Step:
+    action: Action
+
+
+@dataclass(frozen=True)
+class Finish:
+    termination: Termination
+
+
+Request = Reset | AwaitTurn | Generate | Step | Finish
+
+_STATUS: dict[type[Request], EpisodeStatus] = {
+    Reset: EpisodeStatus.PENDING,
+    AwaitTurn: EpisodeStatus.PENDING,
+    Generate: EpisodeStatus.GENERATING,
+    Step: EpisodeStatus.INTERACTING,
+    Finish: EpisodeStatus.TERMINATED,
+}
+
+
+class EpisodeMachine:
+    """One episode. `pending` is what it waits for; `handle` answers that and gives the next request."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        task: Any,
+        *,
+        max_turns: int,
+        max_action_tokens: int,
+        max_model_len: int,
+        waits_for_turn: bool = False,
+    ) -> None:
+        self._renderer = renderer
+        self._max_turns = max_turns
+        self._max_action_tokens = max_action_tokens
+        self._max_model_len = max_model_len
+        self._waits_for_turn = waits_for_turn
+        self.pending: Request = Reset(task)
+        self.trajectories: list[Trajectory] = []
+        self.messages: list[Message] = []
+        self.rewards: list[float] = []
+        self.metrics: dict[str, float] = {}
+        self.error = ""
+        self.prefix_breaks = 0
+
+    @property
+    def status(self) -> EpisodeStatus:
+        return _STATUS[type(self.pending)]
+
+    def handle(self, event: Event) -> Request:
+        """Advance by one event.
+
+        Raises:
+            ValueError: the event does not fit the pending request.
+        """
+        self.pending = self._next(event)
+        return self.pending
+
+    def _next(self, event: Event) -> Request:
+        match self.pending, event:
+            case Finish(), _:
+                pass
+            case _, Cancelled():
+                return Finish(Termination.CANCELLED)
+            case _, DeadlinePassed(error):
+                return self._fail(Termination.ERROR_TIMEOUT, error)
+            case Generate(), Failed(error):
+                return self._fail(Termination.ERROR_GENERATION, error)
+            case _, Failed(error):
+                return self._fail(Termination.ERROR_ENV, error)
+            case Reset(), ResetDone(observation):
+                return self._observed((), observation)
+            case AwaitTurn(), TurnGranted():
+                return self._generate()
+            case AwaitTurn(), EpisodeEnded():
+                return Finish(Termination.DONE)
+            case Generate() as request, ActionSampled(sample):
+                return self._acted(request, sample)
+            case Step(), StepDone() as result:
+                return self._stepped(result)
+        raise ValueError(f"{type(event).__name__} cannot follow {type(self.pending).__name__}")
+
+    def _fail(self, termination: Termination, error: str) -> Finish:
+        self.error = error
+        return Finish(termination)
+
+    def _acted(self, request: Generate, sample: Sample) -> Request:
+        length = len(sample.tokens)
+        if not 1 <= length <= request.max_tokens:
+            return self._fail(
+                Termination.ERROR_GENERATION,
+                f"the policy answered with {length} tokens where 1 to {request.max_tokens} were asked",
+            )
+        if not np.isfinite(sample.logprobs).all():
+            return self._fail(Termination.ERROR_GENERATION, "the policy answered with logprobs that are not finite")
+        try:
+            self.trajectories[-1].append_sample(sample)
+        except ValueError as error:
+            return self._fail(Termination.ERROR_GENERATION, str(error))
+        action = self._renderer.parse(sample.tokens.tolist(), finished=sample.finish_reason == "stop")
+        message: Message = {"role": "assistant", "content": action.text}
+        if action.reasoning:
+            message["reasoning_content"] = action.reasoning
+        self.messages.append(message)
+        return Step(action)
+
+    def _stepped(self, result: StepDone) -> Request:
+        self.rewards.append(result.reward)
+        self.metrics.update(result.metrics)
+        if result.done or len(self.rewards) >= self._max_turns:
+            self.messages += result.observation
+            return Finish(Termination.DONE if result.done else Termination.TRUNCATED_TURNS)
+        action = self.trajectories[-1].runs[-1].tokens.tolist()
+        return self._observed(action, result.observation)
+
+    def _observed(self, action: Sequence[int], observation: tuple[Message, ...]) -> Request:
+        """Append the observation if it leaves room for an answer."""
+        self.messages += observation
+        delta = self._delta(action, observation) if action else None
+        try:
+            prompt = self._renderer.render_prompt(self.messages) if delta is None else delta
+        except RenderingError as error:
+            return self._fail(Termination.ERROR_ENV, str(error))
+        seen = 0 if delta is None else len(self.trajectories[-1])
+        if seen + len(prompt) >= self._max_model_len:
+            return Finish(Termination.TRUNCATED_CONTEXT)
+        if delta is None:
+            self.prefix_breaks += bool(self.trajectories)
+            self.trajectories.append(Trajectory())
+        self.trajectories[-1].append_rendered(RunKind.PROMPT if delta is None else RunKind.OBSERVATION, prompt)
+        return AwaitTurn() if self._waits_for_turn else self._generate()
+
+    def _delta(self, action: Sequence[int], observation: tuple[Message, ...]) -> list[int] | None:
+        """None when the template cannot append to what was sampled, so that the conversation is rendered anew."""
+        try:
+            return self._renderer.observation_delta(action, observation)
+        except RenderingError:
+            return None
+
+    def _generate(self) -> Generate:
+        tokens = self.trajectories[-1].tokens
+        return Generate(tokens, min(self._max_action_tokens, self._max_model_len - len(tokens)))

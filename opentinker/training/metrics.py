@@ -1,0 +1,157 @@
+"""Rows of metrics.jsonl: what a step and an evaluation report, and the summary of a run."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from opentinker.rollout.types import Episode, Group
+from opentinker.training.data import Batch
+from opentinker.training.evaluation import EvaluationResult, metric_of
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a step's phases."""
+
+    rollout_s: float
+    train_s: float
+    publish_s: float
+    step_s: float
+
+
+def step_row(
+    step: int, groups: Sequence[Group], batch: Batch, trained: Mapping[str, Any] | None, timing: Timing, *, learning_rate: float
+) -> Row:
+    """The row of one training step. `trained` is the server's answer to `train_step`; None when there was nothing to train."""
+    episodes = [e for g in groups for e in g.episodes]
+    usable = [e for e in episodes if e.termination.trains]
+    failures = [e for g in groups for e in g.failures]
+    rewards = [e.reward for e in usable]
+    sampled = sum(e.action_tokens for e in [*episodes, *failures])
+    row: Row = {
+        "kind": "step",
+        "step": step,
+        "reward_mean": float(np.mean(rewards)) if rewards else None,
+        "reward_std": float(np.std(rewards)) if rewards else None,
+        "exact": None,
+        "env": _environment_means(usable),
+        "groups": len(groups),
+        "episodes": len(episodes),
+        "zero_variance_groups": batch.zero_variance_groups,
+        "terminations": dict(Counter(str(e.termination) for e in [*episodes, *failures])),
+        "errors": len(failures),
+        "dropped": sum(g.dropped for g in groups),
+        "replaced": sum(g.replaced for g in groups),
+        "truncated": sum(str(e.termination).startswith("truncated") for e in episodes),
+        "actions_cut": _cut_fraction(usable),
+        "turns_mean": _mean([e.turns for e in usable]),
+        "action_tokens_mean": _mean([e.action_tokens for e in usable]),
+        "action_tokens_max": max((e.action_tokens for e in usable), default=0),
+        "context_tokens_mean": _mean([max(len(t) for t in e.trajectories) for e in usable if e.trajectories]),
+        "prefix_breaks": sum(e.prefix_breaks for e in episodes),
+        "tokens_sampled": sampled,
+        "tokens_trained": batch.action_tokens,
+        "tokens_per_s": sampled / timing.rollout_s if timing.rollout_s > 0 else None,
+        "learning_rate": learning_rate,
+        "rollout_s": timing.rollout_s,
+        "train_s": timing.train_s,
+        "publish_s": timing.publish_s,
+        "step_s": timing.step_s,
+        **_training_metrics(trained),
+    }
+    row["exact"] = row["env"].get("exact")
+    checked: Row = finite(row)
+    return checked
+
+
+def evaluation_row(step: int, result: EvaluationResult, groups: Sequence[Group], *, seconds: float) -> Row:
+    """The row of one evaluation after `step` training steps."""
+    exact = result.metrics.get("exact")
+    row = {
+        "kind": "evaluation",
+        "step": step,
+        "reward_mean": result.reward.mean,
+        "reward_ci": result.reward.half_width,
+        "exact": None if exact is None else exact.mean,
+        "exact_ci": None if exact is None else exact.half_width,
+        "env": {name: estimate.mean for name, estimate in result.metrics.items()},
+        "tasks": result.tasks,
+        "episodes": result.episodes,
+        "errors": result.errors,
+        "tokens_sampled": sum(e.action_tokens for g in groups for e in [*g.episodes, *g.failures]),
+        "evaluation_s": seconds,
+    }
+    checked: Row = finite(row)
+    return checked
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
+    """A run's headline numbers. `*_before` and `*_after` are the first and last evaluation's; without any evaluation, rewards
+    are the first and last step's."""
+    steps = [r for r in rows if r["kind"] == "step"]
+    evaluations = [r for r in rows if r["kind"] == "evaluation"]
+    before = next((r for r in evaluations if r["step"] == 0), None)
+    after = evaluations[-1] if evaluations and evaluations[-1]["step"] > 0 else None
+    rewarded = [r for r in steps if r["reward_mean"] is not None] if not evaluations else []
+    mismatch = [r["mismatch_kl_mean"] for r in steps if r["mismatch_kl_mean"] is not None]
+    return {
+        "exact_before": before and before["exact"],
+        "exact_after": after and after["exact"],
+        "exact_ci": after and after["exact_ci"],
+        "reward_before": before["reward_mean"] if before else rewarded[0]["reward_mean"] if rewarded else None,
+        "reward_after": after["reward_mean"] if after else rewarded[-1]["reward_mean"] if rewarded else None,
+        "steps": len(steps),
+        "tokens_sampled": sum(r["tokens_sampled"] for r in rows),
+        "mismatch_kl_mean": _mean(mismatch),
+    }
+
+
+def finite(value: Any) -> Any:
+    """`value` with NaN and infinities replaced by None: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def _environment_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    names = sorted({name for e in episodes for name in e.metrics})
+    return {name: float(np.mean([v for e in episodes if (v := metric_of(e, name)) is not None])) for name in names}
+
+
+def _cut_fraction(episodes: Sequence[Episode]) -> float | None:
+    """Share of actions that ended at the token limit."""
+    ends = [r.sample.finish_reason for e in episodes for t in e.trajectories for r in t.runs if r.sample is not None]
+    return _mean([float(end == "length") for end in ends])
+
+
+def _training_metrics(trained: Mapping[str, Any] | None) -> Row:
+    """What the server measured. The mismatch between engine and trainer is the first optimizer step's: later ones also see
+    the policy move."""
+    if trained is None:
+        names = ("version", "loss", "grad_norm", "mismatch_kl_mean", "ratio_max", "clip_fraction")
+        return dict.fromkeys(names)
+    parts = trained["minibatches"]
+    metrics = [part["metrics"] for part in parts]
+    tokens = sum(m["tokens"] for m in metrics)
+    return {
+        "version": trained["version"],
+        "loss": _mean([part["loss"] for part in parts]),
+        "grad_norm": _mean([part["grad_norm"] for part in parts]),
+        "mismatch_kl_mean": metrics[0]["mismatch_kl_sum"] / metrics[0]["tokens"],
+        "ratio_max": max(m["ratio_max"] for m in metrics),
+        "clip_fraction": sum(m.get("clipped_sum", 0.0) for m in metrics) / tokens,
+    }

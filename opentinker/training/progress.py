@@ -1,0 +1,104 @@
+"""Rows of metrics as live progress: a small curve on a terminal, one line per row elsewhere."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 60
+
+
+def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
+    """The last `width` values as block characters between their minimum and maximum."""
+    shown = list(values)[-width:]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    if high == low:
+        return _BARS[0] * len(shown)
+    return "".join(_BARS[round((v - low) / (high - low) * (len(_BARS) - 1))] for v in shown)
+
+
+def step_line(row: dict[str, Any], total: int) -> str:
+    """A step row in one line."""
+    width = len(str(total))
+    parts = [f"step {row['step']:>{width}}/{total}", f"reward {_number(row['reward_mean'])}"]
+    if row["exact"] is not None:
+        parts.append(f"exact {_number(row['exact'])}")
+    parts += [f"{row['tokens_per_s'] or 0:.0f} tok/s", f"{row['step_s']:.1f} s"]
+    if row["errors"]:
+        parts.append(f"{row['errors']} failed episodes")
+    return "  ".join(parts)
+
+
+def evaluation_line(row: dict[str, Any]) -> str:
+    """An evaluation row in one line."""
+    name, value, half_width = (
+        ("reward", row["reward_mean"], row["reward_ci"]) if row["exact"] is None else ("exact", row["exact"], row["exact_ci"])
+    )
+    return f"held-out {name} {_number(value)} ±{half_width:.3f} after {row['step']} steps ({row['tasks']} tasks)"
+
+
+class Progress:
+    """A listener of metrics rows. Use it as a context manager; it takes the terminal between enter and exit."""
+
+    def __init__(self, title: str, total_steps: int, *, console: Console | None = None) -> None:
+        self.total_steps = total_steps
+        self._title = title
+        self._console = console or Console()
+        self._rewards: list[float] = []
+        self._evaluations: list[str] = []
+        self._now = "starting"
+        self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.__enter__()
+            self._draw()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            self._live.__exit__(kind, error, trace)
+
+    def status(self, text: str) -> None:
+        """What is going on before the first row."""
+        if text == self._now:
+            return
+        self._now = text
+        self._draw() if self._live else self._print(text)
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "evaluation":
+            line = evaluation_line(row)
+            self._evaluations.append(line)
+        else:
+            line = self._now = step_line(row, self.total_steps)
+            if row["reward_mean"] is not None:
+                self._rewards.append(row["reward_mean"])
+        self._draw() if self._live else self._print(line)
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(f"{self._title}: {line}"), soft_wrap=True)
+
+    def _draw(self) -> None:
+        if self._live is None:
+            return
+        lines = [Text.assemble((self._title, "bold"), "  ", self._now)]
+        if self._rewards:
+            lines.append(
+                Text.assemble(
+                    ("reward ", "dim"),
+                    f"{self._rewards[0]:.2f} ",
+                    (sparkline(self._rewards), "green"),
+                    f" {self._rewards[-1]:.2f}",
+                )
+            )
+        lines += [Text(line, "cyan") for line in self._evaluations[-3:]]
+        self._live.update(Group(*lines))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

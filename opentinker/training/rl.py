@@ -1,0 +1,215 @@
+"""The driver loop of reinforcement learning: tasks -> rollouts -> advantages -> train step and publish -> metrics.
+
+The same code runs in the user's process and in the cluster's driver actor. It is asynchronous and talks to the world through
+the policy it is given (HTTP in practice) and the recorder (files).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from opentinker.algorithms.grpo import group_advantages
+from opentinker.client.messages import AdamParams, Datum, IntArray, LossConfig, Minibatch, Sample, SampleResult, SamplingParams
+from opentinker.config.job import RLJobConfig
+from opentinker.env.environment import Environment
+from opentinker.errors import EpisodesFailedError
+from opentinker.rendering.renderer import ConversationRenderer
+from opentinker.rendering.tokenizer import ChatTokenizer
+from opentinker.rollout.runner import RolloutRunner
+from opentinker.rollout.types import Group
+from opentinker.training.data import Batch, build_batch, draw_tasks, held_out_tasks
+from opentinker.training.evaluation import summarize_groups
+from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
+from opentinker.training.recorder import Recorder
+from opentinker.training.transcripts import pick_transcripts, transcript_row
+
+FRUITLESS_STEPS = 3
+"""Steps in a row without a usable episode after which the loop gives up."""
+EVALUATION_TRANSCRIPTS = 8
+
+
+class TrainablePolicy(Protocol):
+    """What the loop needs of a `PolicyClient`."""
+
+    async def info(self) -> dict[str, Any]: ...
+
+    async def tokenizer_files(self) -> dict[str, bytes]: ...
+
+    async def sample(self, prompt: IntArray, params: SamplingParams, *, request_id: str, deadline_s: float) -> SampleResult: ...
+
+    async def train_step(
+        self,
+        data: Sequence[Datum],
+        minibatches: Sequence[Minibatch],
+        loss: LossConfig,
+        optimizer: AdamParams,
+        *,
+        publish: bool = True,
+    ) -> dict[str, Any]: ...
+
+    async def save(self, name: str) -> dict[str, Any]: ...
+
+
+class RLLoop:
+    """Holds what lasts from step to step; `run` may be called again and continues."""
+
+    def __init__(
+        self,
+        config: RLJobConfig,
+        environment: type[Environment],
+        policy: TrainablePolicy,
+        renderer: ConversationRenderer,
+        max_model_len: int,
+        recorder: Recorder,
+    ) -> None:
+        self.config = config
+        self.steps_done = 0
+        self._environment = environment
+        self._policy = policy
+        self._renderer = renderer
+        self._recorder = recorder
+        self._held_out = held_out_tasks(environment, config.evaluation.max_tasks)
+        self._fruitless = 0
+        self._evaluated_at: int | None = None
+        self._runner = self._make_runner(config.sampling.temperature, max_model_len, seed=config.training.seed)
+        # Evaluation must not reuse training's sampling seeds.
+        self._evaluator = self._make_runner(config.evaluation.temperature, max_model_len, seed=config.training.seed + 2**31)
+
+    @classmethod
+    async def connect(
+        cls, config: RLJobConfig, environment: type[Environment], policy: TrainablePolicy, recorder: Recorder
+    ) -> "RLLoop":
+        """A loop on a server that runs: asks it for the tokenizer and the limits.
+
+        Raises:
+            RenderingError: the model has no usable chat template.
+        """
+        info = await policy.info()
+        tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
+        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"])
+        return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder)
+
+    async def run(self, steps: int) -> None:
+        """Train for `steps` more steps, evaluating as the config says.
+
+        Raises:
+            EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
+        """
+        evaluation = self.config.evaluation
+        last = self.steps_done + steps
+        if evaluation.at_start and self.steps_done == 0:
+            await self.evaluate()
+        while self.steps_done < last:
+            await self.step()
+            if (every := self.config.training.save_every) and self.steps_done % every == 0:
+                await self._policy.save(f"step-{self.steps_done:06d}")
+            if evaluation.every and self.steps_done % evaluation.every == 0:
+                await self.evaluate()
+        if evaluation.at_end and self._evaluated_at != self.steps_done:
+            await self.evaluate()
+
+    async def evaluate(self) -> Row | None:
+        """One evaluation; None if the environment has no held-out tasks."""
+        if not self._held_out:
+            return None
+        started = time.monotonic()
+        groups = await self._evaluator.run(self._held_out, self.config.evaluation.samples_per_task, self.steps_done)
+        for group in groups[:EVALUATION_TRANSCRIPTS]:
+            for episode in (group.episodes or group.failures)[:1]:
+                self._recorder.transcript(transcript_row(episode, step=self.steps_done, phase="evaluation"))
+        result = summarize_groups(groups, seed=self.config.training.seed)
+        if result is None:
+            await self._policy.info()  # a dead server is the better explanation
+            raise EpisodesFailedError(f"no episode of the evaluation was usable: {_commonest_failure(groups)}")
+        row = evaluation_row(self.steps_done, result, groups, seconds=time.monotonic() - started)
+        self._recorder.row(row)
+        self._evaluated_at = self.steps_done
+        return row
+
+    async def step(self) -> Row:
+        """One training step."""
+        config, number = self.config, self.steps_done + 1
+        started = time.monotonic()
+        tasks = draw_tasks(self._environment, seed=config.training.seed, step=number, count=config.rollout.groups_per_step)
+        groups = await self._runner.run(tasks, config.algorithm.group_size, number)
+        sampled = time.monotonic()
+        await self._check_usable(groups)
+        batch = build_batch(
+            groups,
+            lambda rewards: group_advantages(rewards, normalize_std=config.algorithm.normalize_std),
+            minibatches=config.algorithm.minibatches,
+            epochs=config.algorithm.epochs,
+        )
+        optimizer = warmed_up(config.training.optimizer, number, config.training.warmup_steps)
+        trained = await self._train(batch, optimizer)
+        ended = time.monotonic()
+        publish_s = float(trained["publish"]["seconds"]) if trained else 0.0
+        row = step_row(
+            number,
+            groups,
+            batch,
+            trained,
+            Timing(sampled - started, ended - sampled - publish_s, publish_s, ended - started),
+            learning_rate=optimizer.learning_rate,
+        )
+        self._recorder.row(row)
+        for episode in pick_transcripts(groups, config.training.transcripts_per_step):
+            self._recorder.transcript(transcript_row(episode, step=number, phase="train"))
+        self.steps_done = number
+        return row
+
+    async def _train(self, batch: Batch, optimizer: AdamParams) -> Mapping[str, Any] | None:
+        if not batch.data:
+            return None
+        algorithm = self.config.algorithm
+        loss = LossConfig(
+            name=algorithm.loss,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            temperature=self.config.sampling.temperature,
+        )
+        return await self._policy.train_step(batch.data, batch.minibatches, loss, optimizer, publish=True)
+
+    async def _check_usable(self, groups: Sequence[Group]) -> None:
+        if any(e.termination.trains for g in groups for e in g.episodes):
+            self._fruitless = 0
+            return
+        await self._policy.info()  # raises if the server is gone: the better explanation
+        self._fruitless += 1
+        if self._fruitless >= FRUITLESS_STEPS:
+            raise EpisodesFailedError(
+                f"no episode was usable in {FRUITLESS_STEPS} steps in a row: {_commonest_failure(groups)}",
+                hint="transcripts.jsonl holds a failed episode of each step",
+            )
+
+    def _make_runner(self, temperature: float, max_model_len: int, *, seed: int) -> RolloutRunner:
+        return RolloutRunner(
+            self._renderer,
+            self._generate,
+            lambda: self._environment(**self.config.environment.args),
+            self.config.rollout,
+            self.config.sampling.model_copy(update={"temperature": temperature}),
+            max_model_len,
+            seed,
+        )
+
+    async def _generate(self, prompt: IntArray, params: SamplingParams, request_id: str) -> Sample:
+        deadline_s = self.config.rollout.generation_timeout_s
+        result = await self._policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)
+        return result.samples[0]
+
+
+def warmed_up(optimizer: AdamParams, step: int, warmup_steps: int) -> AdamParams:
+    """The optimizer of the `step`-th step (from 1): its learning rate rises linearly over the warm-up."""
+    if step >= warmup_steps:
+        return optimizer
+    return optimizer.model_copy(update={"learning_rate": optimizer.learning_rate * step / warmup_steps})
+
+
+def _commonest_failure(groups: Sequence[Group]) -> str:
+    failures = Counter(f"{e.termination}: {e.error}" for g in groups for e in g.failures)
+    if not failures:
+        return "no episode ended"
+    (text, count), *_ = failures.most_common(1)
+    return f"{text} ({count} of {failures.total()} failures)"

@@ -1,0 +1,32 @@
+"""Sample episodes for people to read: rows of transcripts.jsonl."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from opentinker.rollout.types import Episode, Group
+
+Phase = Literal["train", "evaluation"]
+
+
+def transcript_row(episode: Episode, *, step: int, phase: Phase) -> dict[str, Any]:
+    """One episode as JSON values."""
+    return {
+        "phase": phase,
+        "step": step,
+        "task": episode.task,
+        "reward": episode.reward,
+        "termination": str(episode.termination),
+        "error": episode.error,
+        "metrics": episode.metrics,
+        "action_tokens": episode.action_tokens,
+        "messages": [dict(m) for m in episode.messages],
+    }
+
+
+def pick_transcripts(groups: Sequence[Group], count: int) -> list[Episode]:
+    """The first episode of up to `count` groups spread evenly over the batch, and the first failure if there is one."""
+    candidates = [g.episodes[0] for g in groups if g.episodes]
+    count = min(count, len(candidates))
+    chosen = [candidates[i * len(candidates) // count] for i in range(count)]
+    failures = [e for g in groups for e in g.failures]
+    return chosen + failures[:1]

@@ -1,0 +1,59 @@
+"""API keys and policy tokens. The store never sees a key, and no log line does."""
+
+import base64
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+
+from opentinker.errors import AuthenticationError
+from opentinker.scheduler.records import ApiKey
+
+KEY_BYTES = 32
+
+
+def new_api_key() -> str:
+    """256 random bits."""
+    return f"ot-{secrets.token_urlsafe(KEY_BYTES)}"
+
+
+def new_server_secret() -> str:
+    """256 random bits, hexadecimal."""
+    return secrets.token_hex(KEY_BYTES)
+
+
+def _mac(secret: str, purpose: str, text: str) -> bytes:
+    """HMAC-SHA256 (RFC 2104); `purpose` keeps a key's digest from ever being a policy's token."""
+    return hmac.digest(bytes.fromhex(secret), f"{purpose}\0{text}".encode("utf-8", "surrogateescape"), hashlib.sha256)
+
+
+def key_digest(secret: str, key: str) -> str:
+    """What the store keeps of an API key."""
+    return _mac(secret, "api-key", key).hex()
+
+
+def policy_token(secret: str, policy_id: str) -> str:
+    """The bearer token of a policy: 256 bits that nobody can tell from random ones without the server's secret. Derived, so
+    that it needs no place in the store and is the same after a restart."""
+    return "otp-" + base64.urlsafe_b64encode(_mac(secret, "policy-token", policy_id)).decode().rstrip("=")
+
+
+def owner_of(secret: str, presented: str, keys: Iterable[ApiKey]) -> str:
+    """The owner of a presented key, in time that does not depend on which key matches or how far.
+
+    Raises:
+        AuthenticationError: no key matches. The message is the same whatever was presented.
+    """
+    digest = key_digest(secret, presented)
+    owner = None
+    for key in keys:
+        if hmac.compare_digest(digest, key.digest):
+            owner = key.owner
+    if owner is None:
+        raise unauthenticated()
+    return owner
+
+
+def unauthenticated() -> AuthenticationError:
+    """One answer for a missing, malformed or wrong key."""
+    return AuthenticationError("a valid API key is needed", hint="send 'Authorization: Bearer <api key>'")

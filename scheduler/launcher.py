@@ -1,0 +1,82 @@
+"""The seam between decisions and processes: what a reconciler asks of whatever runs servers and drivers."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from opentinker.scheduler.placement import Demand, Node
+from opentinker.scheduler.plan import DriverOutcome
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """A server to start, and the policy to create on it."""
+
+    server_id: str
+    job_id: str
+    policy_id: str
+    token: str = field(repr=False)
+    node_id: str
+    demand: Demand
+    config: dict[str, Any]
+    """The fields of `ServerConfig`."""
+    lora: dict[str, Any] | None
+    seed: int
+    checkpoint_root: str
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A server that answers."""
+
+    endpoint: str
+    worker_pid: int
+    front_pid: int
+
+
+@dataclass(frozen=True)
+class DriverSpec:
+    job_id: str
+    node_id: str
+    kind: str
+    config: dict[str, Any]
+    """The fields of the job's config."""
+    endpoint: str
+    policy_id: str
+    token: str = field(repr=False)
+    run_dir: str
+    code_dir: str | None
+
+
+class Launcher(Protocol):
+    async def nodes(self) -> list[Node]:
+        """The living nodes."""
+        ...
+
+    async def launch(self, spec: ServerSpec) -> Launched:
+        """Start a server and create its policy. Cancelling it is fine; `stop_server` cleans up in any case.
+
+        Raises:
+            OpenTinkerError: it did not start; the message is fit for the job's cause.
+        """
+        ...
+
+    async def probe(self, server_id: str) -> str:
+        """Why a launched server is dead; empty while it lives."""
+        ...
+
+    async def drive(self, spec: DriverSpec) -> DriverOutcome:
+        """Run a job's driver to its end, whatever that is."""
+        ...
+
+    async def stop_driver(self, job_id: str) -> None:
+        """Kill a job's driver, if it has one."""
+        ...
+
+    async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
+        """Stop a server (also one that is half started, or unknown after a restart) and wait for its jobs' processes to
+        be gone.
+
+        Returns:
+            Process ids that could not be got rid of; call again.
+        """
+        ...

@@ -1,0 +1,309 @@
+"""The loop that makes the cluster match the store: snapshot, plan, obey. Level-triggered: what failed is tried again."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from opentinker.config.job import InteractiveJobConfig, parse_job
+from opentinker.errors import OpenTinkerError
+from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
+from opentinker.scheduler.placement import Allocation, Demand
+from opentinker.scheduler.plan import Decision, DriverOutcome, End, JobView, Run, ServerView, Snapshot, Start, Stop, Wait, plan
+from opentinker.scheduler.records import Event, Job, Policy, Server
+from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
+from opentinker.scheduler.store import JobStore
+
+logger = logging.getLogger(__name__)
+RESTARTED = "the scheduler restarted"
+_ECHOES = frozenset({"server_lost", "unavailable", "deadline_exceeded"})
+"""Codes of driver errors that a server's death may have caused."""
+
+
+class Reconciler:
+    """Owns the tasks that launch, watch, drive and stop. All state changes of jobs go through it, on one event loop."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        launcher: Launcher,
+        settings: Settings,
+        token_of: Callable[[str], str],
+        now: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._launcher = launcher
+        self._settings = settings
+        self._token_of = token_of
+        self._now = now
+        self._faults: dict[str, str] = {}
+        self._outcomes: dict[str, DriverOutcome] = {}
+        self._waits: dict[str, str] = {}
+        self._left: dict[str, list[int]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
+
+    def recover(self) -> None:
+        """Take over the store of an earlier life: its servers died with it; what was queued stays queued."""
+        for job in self._store.live_jobs():
+            if job.state is not JobState.QUEUED:
+                self.end(job, JobState.FAILED, RESTARTED)
+            elif job.lease_expires_at is not None:
+                self._store.save(replace(job, lease_expires_at=self._now() + self._settings.lease_s))
+        for server, _ in self._store.open_servers():
+            if server.state is not ServerState.STOPPING:
+                self._store.save(replace(server, state=move_server(server.state, ServerState.STOPPING)))
+
+    async def run(self) -> None:
+        """Reconcile until cancelled."""
+        while True:
+            self._wake.clear()
+            try:
+                await self.tick()
+            except Exception:
+                # A passing fault of the cluster must not end the control plane; the next look tries again.
+                logger.exception("event=reconcile_failed")
+            await _wait(self._wake, self._settings.reconcile_s)
+
+    async def tick(self) -> None:
+        """One look at the cluster, and what follows from it."""
+        nodes = await self._launcher.nodes()
+        jobs = [
+            JobView(job.id, job.state, Demand(job.gpus, job.cpu_slots), job.lease_expires_at) for job in self._store.live_jobs()
+        ]
+        servers = [
+            ServerView(
+                server.id,
+                server.state,
+                Allocation(server.node_id, Demand(server.gpus, server.cpu_slots)),
+                tuple(policy.job_id for policy in policies),
+                self._faults.get(server.id, ""),
+            )
+            for server, policies in self._store.open_servers()
+        ]
+        self._waits.clear()
+        for decision in plan(Snapshot(self._now(), nodes, jobs, servers, self._outcomes, self._settings.lease_s)):
+            self._obey(decision)
+
+    def wake(self) -> None:
+        """Something changed: look now."""
+        self._wake.set()
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Return at the next change of any job or server, or after the timeout."""
+        await _wait(self._changed, timeout_s)
+
+    def end(self, job: Job, state: JobState, cause: str = "") -> Job:
+        """Move a job to an end state; its server is stopped by the loop.
+
+        Raises:
+            ConflictError: the job has ended, or cannot end like that.
+        """
+        ended = replace(job, state=move_job(job.state, state), cause=cause, ended_at=self._now())
+        self._record(ended, state.lower(), cause)
+        return ended
+
+    def waiting_for(self, job: Job) -> str:
+        """What a job that is not yet RUNNING waits for, in words; empty for others."""
+        if job.state is JobState.QUEUED:
+            return self._waits.get(job.id, "its turn")
+        return "its server to start" if job.state is JobState.STARTING else ""
+
+    def released(self, job_id: str) -> bool:
+        """Whether nothing of an ended job is left on the cluster."""
+        servers = [self._store.server(policy.server_id) for policy in self._store.policies(job_id)]
+        return all(server is None or server.state is ServerState.STOPPED for server in servers)
+
+    async def close(self) -> None:
+        """Cancel the tasks; processes are left as they are."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _obey(self, decision: Decision) -> None:
+        match decision:
+            case Start(job_id, where):
+                self._start(self._job(job_id), where)
+            case Wait(job_id, waiting_for):
+                self._waits[job_id] = waiting_for
+            case Run(job_id):
+                self._run(self._job(job_id))
+            case End(job_id, state, cause):
+                self.end(self._job(job_id), state, cause)
+            case Stop(server_id):
+                self._spawn(f"stop:{server_id}", self._stop(server_id))
+
+    def _start(self, job: Job, where: Allocation) -> None:
+        config = parse_job(job.config)
+        demand = where.demand
+        server = Server(
+            id=f"srv-{secrets.token_hex(5)}",
+            state=ServerState.STARTING,
+            base_model=config.base_model,
+            node_id=where.node_id,
+            gpus=demand.gpus,
+            cpu_slots=demand.cpu_slots,
+        )
+        policy = Policy(f"pol-{secrets.token_hex(8)}", job.id, server.id)
+        spec = ServerSpec(
+            server_id=server.id,
+            job_id=job.id,
+            policy_id=policy.id,
+            token=self._token_of(policy.id),
+            node_id=where.node_id,
+            demand=demand,
+            config=config.server().model_dump(mode="json"),
+            lora=None if config.lora is None else config.lora.model_dump(mode="json"),
+            seed=config.seed if isinstance(config, InteractiveJobConfig) else config.training.seed,
+            checkpoint_root=str(Path(job.run_dir) / "checkpoints"),
+        )
+        started = replace(job, state=move_job(job.state, JobState.STARTING))
+        self._store.save(server, started, policy, Event(job.id, self._now(), "starting", f"{demand} on node {where.node_id}"))
+        self._announce(job.id, "starting", server=server.id, node=where.node_id)
+        self._spawn(f"server:{server.id}", self._serve(spec))
+
+    async def _serve(self, spec: ServerSpec) -> None:
+        """Launch a server, then watch it until it dies or is stopped."""
+        try:
+            launched = await self._launcher.launch(spec)
+        except OpenTinkerError as error:
+            self._fault(spec.server_id, str(error))
+            return
+        except Exception as error:
+            logger.exception("event=launch_failed job=%s server=%s", spec.job_id, spec.server_id)
+            self._fault(spec.server_id, f"the server did not start: {type(error).__name__}: {' '.join(str(error).split())}")
+            return
+        server = self._store.server(spec.server_id)
+        assert server is not None
+        self._store.save(
+            replace(
+                server,
+                state=move_server(server.state, ServerState.READY),
+                endpoint=launched.endpoint,
+                worker_pid=launched.worker_pid,
+                front_pid=launched.front_pid,
+            )
+        )
+        self.wake()
+        await self._watch(spec.server_id)
+
+    async def _watch(self, server_id: str) -> None:
+        while True:
+            if fault := await self._launcher.probe(server_id):
+                self._fault(server_id, fault)
+                return
+            await asyncio.sleep(self._settings.probe_s)
+
+    def _run(self, job: Job) -> None:
+        running = replace(job, state=move_job(job.state, JobState.RUNNING), started_at=self._now())
+        self._record(running, "running")
+        if job.lease_expires_at is None:  # nobody outside drives it
+            self._spawn(f"driver:{job.id}", self._drive(running))
+
+    async def _drive(self, job: Job) -> None:
+        policy = self._store.policies(job.id)[0]
+        server = self._store.server(policy.server_id)
+        assert server is not None
+        spec = DriverSpec(
+            job_id=job.id,
+            node_id=server.node_id,
+            kind=job.kind,
+            config=job.config,
+            endpoint=server.endpoint,
+            policy_id=policy.id,
+            token=self._token_of(policy.id),
+            run_dir=job.run_dir,
+            code_dir=str(Path(job.run_dir) / "code") if job.code_sha256 else None,
+        )
+        try:
+            outcome = await self._launcher.drive(spec)
+        except Exception as error:
+            logger.exception("event=drive_failed job=%s", job.id)
+            outcome = DriverOutcome(f"the driver did not start: {type(error).__name__}: {' '.join(str(error).split())}")
+        if outcome.code in _ECHOES and (fault := await self._launcher.probe(server.id)):
+            self._faults[server.id] = fault
+        self._outcomes[job.id] = outcome
+        self.wake()
+
+    async def _stop(self, server_id: str) -> None:
+        server = self._store.server(server_id)
+        assert server is not None
+        if server.state is not ServerState.STOPPING:
+            self._store.save(replace(server, state=move_server(server.state, ServerState.STOPPING)))
+        job_ids = sorted(
+            policy.job_id for s, policies in self._store.open_servers() if s.id == server_id for policy in policies
+        )
+        await self._cancel([f"server:{server_id}", *(f"driver:{job_id}" for job_id in job_ids)])
+        for job_id in job_ids:
+            await self._launcher.stop_driver(job_id)
+        graceful = server.state is ServerState.READY and server_id not in self._faults
+        left = await self._launcher.stop_server(server_id, job_ids, server.node_id, graceful=graceful)
+        if left:
+            if left != self._left.get(server_id):
+                detail = f"processes {', '.join(map(str, left))} cannot be killed; their slots stay taken"
+                self._store.save(*(Event(job_id, self._now(), "processes_left", detail) for job_id in job_ids))
+                logger.error("event=processes_left server=%s pids=%s", server_id, left)
+            self._left[server_id] = left
+            return
+        stopped = replace(server, state=ServerState.STOPPED)
+        self._store.save(stopped, *(Event(job_id, self._now(), "released") for job_id in job_ids))
+        for job_id in job_ids:
+            self._outcomes.pop(job_id, None)
+            self._announce(job_id, "released", server=server_id)
+        self._faults.pop(server_id, None)
+        self._left.pop(server_id, None)
+        self.wake()
+
+    def _fault(self, server_id: str, cause: str) -> None:
+        self._faults[server_id] = cause
+        self.wake()
+
+    def _job(self, job_id: str) -> Job:
+        job = self._store.job(job_id)
+        assert job is not None
+        return job
+
+    def _record(self, job: Job, kind: str, detail: str = "") -> None:
+        self._store.save(job, Event(job.id, self._now(), kind, detail))
+        self._announce(job.id, kind, detail=detail)
+        self.wake()
+
+    def _announce(self, job_id: str, kind: str, **fields: str) -> None:
+        logger.info(
+            "event=%s job=%s %s", kind, job_id, " ".join(f"{name}={value!r}" for name, value in fields.items() if value)
+        )
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` unless it runs already; an error is logged, and the plan leads to it again."""
+        if name in self._tasks:
+            work.close()
+            return
+        task = self._tasks[name] = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task.get_name(), None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("event=task_failed task=%s", task.get_name(), exc_info=error)
+
+    async def _cancel(self, names: list[str]) -> None:
+        tasks = [self._tasks[name] for name in names if name in self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,47 @@
+"""Reading on in the files that a run writes, by byte offset."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from opentinker.errors import InvalidRequestError, OpenTinkerError
+
+MAX_BYTES = 2**20
+"""Of one answer."""
+
+
+def read_lines(path: Path, offset: int, *, complete: bool) -> tuple[bytes, int, bool]:
+    """Whole lines from `offset` on: (bytes, next offset, whether the file's end is reached).
+
+    `complete`: nobody writes any more, so the last line is whole even without a newline. A line longer than `MAX_BYTES`
+    comes in pieces. A file that does not exist yet is empty.
+
+    Raises:
+        InvalidRequestError: a negative offset.
+    """
+    if offset < 0:
+        raise InvalidRequestError("an offset cannot be negative")
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return b"", offset, True
+    at_end = len(data) <= MAX_BYTES
+    data = data[:MAX_BYTES]
+    if not (complete and at_end):
+        cut = data.rfind(b"\n") + 1
+        data = data[: cut or (0 if at_end else MAX_BYTES)]
+    return data, offset + len(data), at_end
+
+
+def parse_rows(data: bytes) -> list[dict[str, Any]]:
+    """JSON lines; NaN and infinities, which JSON does not have, become null.
+
+    Raises:
+        OpenTinkerError: a line is not JSON.
+    """
+    try:
+        return [json.loads(line, parse_constant=lambda _: None) for line in data.splitlines() if line.strip()]
+    except ValueError as error:
+        raise OpenTinkerError(f"the run's metrics are damaged: {error}") from error

@@ -1,0 +1,141 @@
+"""The processes of a server, as plain classes that a launcher wraps into Ray actors. Importing this loads no Ray."""
+
+import asyncio
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opentinker.client.messages import PolicySpec, validate
+from opentinker.client.wire import pack
+from opentinker.config.base import parse_config
+from opentinker.config.job import LoraConfig, ServerConfig
+from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, from_problem
+from opentinker.server.front import Front, create_app
+from opentinker.server.listener import Listener
+from opentinker.server.protocol import Completion, Work
+
+CALL_S = 60.0
+"""How long the worker's actor may take to accept or hand over work; its methods never compute."""
+CREATE_S = 600.0
+
+
+class WorkerProcess:
+    """Engine and trainer. A threaded actor: `collect` blocks a thread of its own."""
+
+    def __init__(self, config: dict[str, Any], lora: dict[str, Any] | None, checkpoint_root: str) -> None:
+        """`config` holds the fields of `ServerConfig`; `lora` those of `LoraConfig` if the policy will be an adapter."""
+        self._config = parse_config(ServerConfig, config)
+        self._lora = None if lora is None else parse_config(LoraConfig, lora)
+        self._checkpoint_root = Path(checkpoint_root)
+        self._loaded = threading.Event()
+
+    def start(self) -> dict[str, Any]:
+        """Load everything; what clients may know of it.
+
+        Raises:
+            UnknownModelError, EngineError: the model cannot be loaded.
+        """
+        # Torch and transformers load here, in the actor, and not with this module.
+        from opentinker.server.loading import load_parts, server_info
+        from opentinker.server.models import resolve_model
+        from opentinker.server.worker import Worker
+
+        started = time.monotonic()
+        model_dir = resolve_model(self._config.base_model)
+        self._worker = Worker(lambda: load_parts(model_dir, self._config, self._lora, self._checkpoint_root))
+        parts = self._worker.start()
+        self._loaded.set()
+        return server_info(model_dir, self._config, parts) | {"pid": os.getpid(), "seconds": time.monotonic() - started}
+
+    def submit(self, work: Sequence[Work]) -> None:
+        self._worker.submit(work)
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        # The front collects from its own start on, which is not after the worker's.
+        return self._worker.collect(timeout_s) if self._loaded.wait(timeout_s) else []
+
+    def describe(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}
+
+    def stop(self) -> None:
+        self._worker.stop()
+
+
+class FrontProcess:
+    """The HTTP front of one worker. An async actor: all methods share one event loop with the HTTP server."""
+
+    def __init__(self, worker_handle: Any, tokens: Mapping[str, str], host: str) -> None:
+        """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token."""
+        app = create_app(RayWorker(worker_handle), tokens)
+        self._front: Front = app.state.front
+        self._listener = Listener(app, host)
+
+    async def start(self) -> dict[str, Any]:
+        """Bind a port and answer on it; `/v1` answers 503 until `attach`. {"endpoint", "pid"}."""
+        return {"endpoint": await self._listener.start(), "pid": os.getpid()}
+
+    async def attach(self, info: Mapping[str, Any]) -> None:
+        """Open `/v1`; `info` is what the worker's `start` returned."""
+        self._front.attach(info)
+
+    async def create_policy(self, policy: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Run the policy's command 0, `create`, and wait for it.
+
+        Raises:
+            OpenTinkerError: the command's own error.
+        """
+        args = validate(PolicySpec, spec).model_dump()
+        digest = hashlib.blake2b(pack(args), digest_size=16).digest()
+        operation = self._front.dispatcher.command(policy, 0, digest, "create", args)
+        await operation.wait(CREATE_S)
+        if operation.status == "pending":
+            raise DeadlineError(f"policy {policy} was not created within {CREATE_S:.0f} s")
+        if operation.problem is not None:
+            raise from_problem(operation.problem)
+        result: dict[str, Any] = operation.result
+        return result
+
+    async def health(self) -> dict[str, Any]:
+        """{"ok", "cause"}: whether requests are answered, and why not."""
+        lost = self._front.dispatcher.lost
+        if lost is None and not self._listener.alive:
+            lost = ServerLostError("the HTTP server ended; its log says why")
+        return {"ok": lost is None, "cause": "" if lost is None else str(lost)}
+
+    async def stop(self) -> None:
+        """Fail what is pending and close the port."""
+        await self._front.dispatcher.stop()
+        await self._listener.stop()
+
+
+class RayWorker:
+    """A `WorkerClient` for a `WorkerProcess` in a Ray actor; the actor's death becomes a `ServerLostError`."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def submit(self, work: Sequence[Work]) -> None:
+        await self._call(self._handle.submit.remote(list(work)), CALL_S)
+
+    async def collect(self, timeout_s: float) -> list[Completion]:
+        completions: list[Completion] = await self._call(self._handle.collect.remote(timeout_s), timeout_s + CALL_S)
+        return completions
+
+    async def _call(self, answer: Awaitable[Any], timeout_s: float) -> Any:
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise ServerLostError(f"the server's worker did not answer within {timeout_s:.0f} s") from None
+        except RayActorError as error:
+            raise ServerLostError(f"the server's worker died: {error}") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, OpenTinkerError):
+                raise error.cause from error
+            raise

@@ -1,0 +1,150 @@
+"""What stands between the HTTP routes and the worker: ordering, batching, and the end of every operation."""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from opentinker.client.messages import SampleRequest
+from opentinker.errors import SequenceGapError, ServerLostError
+from opentinker.server.commands import GAP_TIMEOUT_S, CommandQueue, Duplicate
+from opentinker.server.operations import Operation, OperationTable
+from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work, WorkerClient
+
+log = logging.getLogger(__name__)
+BATCH_S = 0.002
+"""Requests that arrive within this time go to the worker together: one call per request halves the throughput."""
+COLLECT_S = 10.0
+SWEEP_S = 0.5
+
+
+class Dispatcher:
+    """Owns the operations of all policies on one worker. Lives in one event loop; `clock` is monotonic, in seconds."""
+
+    def __init__(self, worker: WorkerClient, clock: Callable[[], float], *, gap_timeout_s: float = GAP_TIMEOUT_S) -> None:
+        self._worker = worker
+        self._clock = clock
+        self._operations = OperationTable()
+        self._queues: defaultdict[str, CommandQueue[CommandWork]] = defaultdict(
+            lambda: CommandQueue(gap_timeout_s=gap_timeout_s)
+        )
+        self._versions: dict[str, int] = {}
+        self._outbox: list[Work] = []
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.lost: ServerLostError | None = None
+        """Why the worker is gone; None while it works."""
+
+    def start(self) -> None:
+        loops = (self._ship, self._collect, self._sweep)
+        self._tasks = [asyncio.create_task(self._guard(loop)) for loop in loops]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._end(ServerLostError("the server was stopped"))
+
+    def sample(self, policy: str, request: SampleRequest, digest: bytes) -> Operation:
+        """The operation of a sample request; a retry gets the first attempt's.
+
+        Raises:
+            ConflictError: the request id was used with another body.
+            ServerLostError: the worker is gone.
+        """
+        self.check()
+        operation, is_new = self._operations.open(f"{policy}:s:{request.request_id}", policy, digest)
+        if is_new:
+            self._send([SampleWork(operation.id, policy, request)])
+        return operation
+
+    def command(self, policy: str, seq: int, digest: bytes, command: str, args: dict[str, Any]) -> Operation:
+        """The operation of a command; it is handed to the worker when its predecessors were.
+
+        Raises:
+            ConflictError: the number was used with another body.
+            NotFoundError: it ran, and its answer is no longer kept.
+            ServerLostError: the worker is gone.
+        """
+        self.check()
+        operation_id = f"{policy}:c:{seq}"
+        work = CommandWork(operation_id, policy, command, args)
+        outcome = self._queues[policy].offer(seq, digest, work, self._clock())
+        if isinstance(outcome, Duplicate):
+            return self._operations.get(operation_id, policy)
+        self._operations.forget(operation_id)  # an earlier attempt may have failed with a gap
+        operation, _ = self._operations.open(operation_id, policy, digest)
+        self._send(outcome.ready)
+        return operation
+
+    def operation(self, operation_id: str, policy: str) -> Operation:
+        """An operation of `policy`, also one that failed with the worker.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        return self._operations.get(operation_id, policy)
+
+    def policy(self, policy: str) -> dict[str, Any]:
+        """Its version (None before `create` is done) and the sequence number that its next command must carry.
+
+        Raises:
+            ServerLostError: the worker is gone.
+        """
+        self.check()
+        return {"policy": policy, "version": self._versions.get(policy), "next_seq": self._queues[policy].next_seq}
+
+    def check(self) -> None:
+        """Raises ServerLostError if the worker is gone."""
+        if self.lost is not None:
+            raise self.lost
+
+    def _send(self, work: list[SampleWork] | tuple[CommandWork, ...]) -> None:
+        self._outbox.extend(work)
+        if self._outbox:
+            self._wake.set()
+
+    async def _ship(self) -> None:
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(BATCH_S)
+            self._wake.clear()
+            batch, self._outbox = self._outbox, []
+            await self._worker.submit(batch)
+
+    async def _collect(self) -> None:
+        while True:
+            for completion in await self._worker.collect(COLLECT_S):
+                self._finish(completion)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = self._clock()
+            for policy, queue in self._queues.items():
+                for work in queue.expire(now):
+                    error = SequenceGapError(
+                        f"command {queue.next_seq} of policy {policy} did not arrive, so this later one was not run",
+                        hint="send the missing command, then this one again",
+                    )
+                    self._operations.finish(work.operation, problem=error.to_problem())
+
+    def _finish(self, completion: Completion) -> None:
+        operation = self._operations.finish(completion.operation, completion.result, completion.problem)
+        if operation is not None and isinstance(completion.result, dict):
+            version = completion.result.get("version")
+            if isinstance(version, int):
+                self._versions[operation.policy] = version
+
+    async def _guard(self, loop: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await loop()
+        except Exception as error:
+            log.error("server lost cause=%r", error, exc_info=not isinstance(error, ServerLostError))
+            self._end(error if isinstance(error, ServerLostError) else ServerLostError(f"the server's front failed: {error!r}"))
+
+    def _end(self, error: ServerLostError) -> None:
+        """Fail everything pending and everything to come; the first cause counts."""
+        self.lost = self.lost or error
+        self._operations.fail_pending(self.lost)

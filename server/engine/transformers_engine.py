@@ -1,0 +1,339 @@
+"""A batched generation loop on a Hugging Face model, for machines without vLLM.
+
+Axes: B = sequences of the batch, T = positions in it (left-padded), V = vocabulary.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from opentinker.client.messages import (
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Sample,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    chunk_tokens,
+)
+from opentinker.config.job import EngineConfig
+from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
+from opentinker.server.digest import tensor_digest
+from opentinker.server.engine.base import LoraTensors, NamedTensors, WeightAck
+from opentinker.server.engine.sampling import effective_params, sample_seed, sampling_logprobs
+
+_PREFILL_TOKENS = 8192
+"""Prompt tokens, padding included, of one forward pass."""
+
+
+@dataclass
+class _Pending:
+    request: SampleRequest
+    params: SamplingParams
+    prompt: IntArray
+    samples: dict[int, Sample] = field(default_factory=dict)
+    prompt_logprobs: FloatArray | None = None
+
+
+@dataclass
+class _Row:
+    """One sequence that is being sampled."""
+
+    pending: _Pending
+    index: int
+    generator: random.Random
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Batch:
+    """Sequences that are decoded together. `mask_B_T` is 0 on padding, which is always on the left."""
+
+    rows: list[_Row]
+    cache: Any
+    mask_B_T: torch.Tensor
+    logits_B_V: torch.Tensor
+
+    def keep(self, chosen: list[int]) -> None:
+        """Drop all rows but the chosen ones, and the padding that none of them needs."""
+        index = torch.tensor(chosen, device=self.mask_B_T.device)
+        self.rows = [self.rows[i] for i in chosen]
+        self.mask_B_T, self.logits_B_V = self.mask_B_T[index], self.logits_B_V[index]
+        longest = int(self.mask_B_T.sum(dim=1).max())
+        self.mask_B_T = self.mask_B_T[:, -longest:]
+        for layer in self.cache.layers:
+            layer.keys = layer.keys[index, :, -longest:]
+            layer.values = layer.values[index, :, -longest:]
+
+    def join(self, other: "_Batch") -> None:
+        """Append the other batch's rows; the shorter of the two gets more padding."""
+        length = max(self.mask_B_T.shape[1], other.mask_B_T.shape[1])
+
+        def joined(mine: torch.Tensor, theirs: torch.Tensor, after: int) -> torch.Tensor:
+            # `after` trailing dimensions follow T.
+            grown = [pad(x, (0, 0) * after + (length - x.shape[-1 - after], 0)) for x in (mine, theirs)]
+            return torch.cat(grown)
+
+        self.rows += other.rows
+        self.logits_B_V = torch.cat([self.logits_B_V, other.logits_B_V])
+        self.mask_B_T = joined(self.mask_B_T, other.mask_B_T, 0)
+        for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
+            mine.keys = joined(mine.keys, theirs.keys, 1)
+            mine.values = joined(mine.values, theirs.values, 1)
+
+
+class TransformersEngine:
+    """`RolloutEngine` on transformers. The same requests in the same order give the same tokens."""
+
+    def __init__(self, model_dir: Path, config: EngineConfig, dtype: str, *, stop_token_ids: Sequence[int] = ()) -> None:
+        """Load the model on the GPU if there is one.
+
+        Raises:
+            EngineError: the model cannot be loaded.
+        """
+        from tokenizers import Tokenizer
+        from transformers import AutoModelForCausalLM
+
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+            self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        except Exception as error:
+            # Both libraries raise whatever their parts do; `tokenizers` plain Exception.
+            raise EngineError(f"cannot load the model in {model_dir}: {error}") from error
+        self._model: Any = model.eval().requires_grad_(False).to(self._device)
+        self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._max_model_len = config.max_model_len
+        self._max_num_seqs = config.max_num_seqs
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._seeds = random.Random(0)
+        self._pending: dict[int, _Pending] = {}
+        self._waiting: deque[_Row] = deque()
+        self._batch: _Batch | None = None
+        self._version = 0
+        self._broken = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    def add(self, request: SampleRequest) -> None:
+        if self._broken:
+            raise EngineError("an update of the engine's weights failed half-way", hint="publish again, or start a new server")
+        params = effective_params(
+            request,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            stop_token_ids=self._stop_token_ids,
+        )
+        pending = _Pending(request, params, chunk_tokens(request.prompt))
+        self._pending[id(pending)] = pending
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        for index in range(request.n):
+            self._waiting.append(_Row(pending, index, random.Random(sample_seed(seed, index))))
+
+    @torch.inference_mode()
+    def step(self) -> list[SampleResult]:
+        """One token for every running sequence. Waiting ones join when less than half of the places are taken."""
+        running = len(self._batch.rows) if self._batch else 0
+        if self._waiting and 2 * running < self._max_num_seqs:
+            self._admit(self._max_num_seqs - running)
+        if self._batch is None:
+            return []
+        batch = self._batch
+        tokens_B = self._sample(batch)
+        finished = {i: reason for i, row in enumerate(batch.rows) if (reason := self._finish_reason(row)) is not None}
+        results = [r for i, reason in finished.items() if (r := self._collect(batch.rows[i], reason)) is not None]
+        left = [i for i in range(len(batch.rows)) if i not in finished]
+        if not left:
+            self._batch = None
+            return results
+        if finished:
+            batch.keep(left)
+        self._decode(batch, tokens_B[left])
+        return results
+
+    def _admit(self, places: int) -> None:
+        while self._waiting and places > 0:
+            rows: list[_Row] = []
+            longest = 0
+            while self._waiting and len(rows) < places:
+                longest = max(longest, len(self._waiting[0].pending.prompt))
+                if rows and longest * (len(rows) + 1) > _PREFILL_TOKENS:
+                    break
+                rows.append(self._waiting.popleft())
+            places -= len(rows)
+            fresh = self._prefill(rows)
+            if self._batch is None:
+                self._batch = fresh
+            else:
+                self._batch.join(fresh)
+
+    def _prefill(self, rows: list[_Row]) -> _Batch:
+        """Read the rows' prompts; equal prompts are read once."""
+        places: dict[bytes, int] = {}
+        prompts: list[IntArray] = []
+        for row in rows:
+            if row.pending.request.prompt_logprobs and row.pending.prompt_logprobs is None:
+                row.pending.prompt_logprobs = self._score(row.pending.prompt)
+            if places.setdefault(row.pending.prompt.tobytes(), len(prompts)) == len(prompts):
+                prompts.append(row.pending.prompt)
+        longest = max(len(p) for p in prompts)
+        tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            tokens[i, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+            mask[i, longest - len(prompt) :] = 1
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        batch = _Batch(rows, _empty_cache(), mask.to(self._device), torch.empty(0))
+        batch.logits_B_V = self._forward(tokens.to(self._device), batch, positions.to(self._device))
+        index = torch.tensor([places[row.pending.prompt.tobytes()] for row in rows], device=self._device)
+        batch.mask_B_T, batch.logits_B_V = batch.mask_B_T[index], batch.logits_B_V[index]
+        for layer in batch.cache.layers:
+            layer.keys, layer.values = layer.keys[index], layer.values[index]
+        return batch
+
+    def _decode(self, batch: _Batch, tokens_B: torch.Tensor) -> None:
+        positions_B = batch.mask_B_T.sum(dim=1)
+        batch.mask_B_T = pad(batch.mask_B_T, (0, 1), value=1)
+        batch.logits_B_V = self._forward(tokens_B[:, None], batch, positions_B[:, None])
+
+    def _forward(self, tokens: torch.Tensor, batch: _Batch, positions: torch.Tensor) -> torch.Tensor:
+        output = self._model(
+            input_ids=tokens,
+            attention_mask=batch.mask_B_T,
+            position_ids=positions,
+            past_key_values=batch.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _sample(self, batch: _Batch) -> torch.Tensor:
+        """Draw a token for every row by inverting its distribution at one uniform number of the row's generator, so that
+        a draw does not depend on who else is in the batch."""
+        params = [row.pending.params for row in batch.rows]
+
+        def per_row(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, device=self._device)
+
+        temperature_B = per_row([p.temperature for p in params])
+        top_k_B, top_p_B = per_row([p.top_k for p in params]), per_row([p.top_p for p in params])
+        logprobs_B_V = sampling_logprobs(batch.logits_B_V, temperature_B, top_k_B, top_p_B)
+        cumulative_B_V = logprobs_B_V.double().exp().cumsum(dim=-1)
+        uniform_B = torch.tensor([row.generator.random() for row in batch.rows], dtype=torch.float64, device=self._device)
+        drawn_B = torch.searchsorted(cumulative_B_V, uniform_B[:, None] * cumulative_B_V[:, -1:], right=True)[:, 0]
+        tokens_B = torch.where(temperature_B == 0, logprobs_B_V.argmax(dim=-1), drawn_B)
+        logprobs_B = logprobs_B_V.gather(1, tokens_B[:, None])[:, 0]
+        for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+        return tokens_B
+
+    def _finish_reason(self, row: _Row) -> FinishReason | None:
+        params = row.pending.params
+        if row.tokens[-1] in params.stop_token_ids:
+            return "stop"
+        if params.stop:
+            text = self._tokenizer.decode(row.tokens)
+            if any(stop in text for stop in params.stop):
+                return "stop"
+        return "length" if len(row.tokens) >= params.max_tokens else None
+
+    def _collect(self, row: _Row, reason: FinishReason) -> SampleResult | None:
+        """Note a finished row; the result, if it was the last of its request."""
+        pending = row.pending
+        pending.samples[row.index] = Sample(
+            tokens=np.asarray(row.tokens, np.int32),
+            logprobs=np.asarray(row.logprobs, np.float32),
+            finish_reason=reason,
+            versions=((self._version, len(row.tokens)),),
+        )
+        if len(pending.samples) < pending.request.n:
+            return None
+        del self._pending[id(pending)]
+        samples = tuple(pending.samples[i] for i in range(pending.request.n))
+        return SampleResult(pending.request.request_id, samples, pending.params, pending.prompt_logprobs)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._pending)
+
+    def abort_all(self) -> list[SampleRequest]:
+        unfinished = [pending.request for pending in self._pending.values()]
+        self._pending.clear()
+        self._waiting.clear()
+        self._batch = None
+        return unfinished
+
+    def prompt_logprobs(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
+        self._require_idle("score prompts")
+        for prompt in prompts:
+            if len(prompt) >= self._max_model_len:
+                raise ContextOverflowError(f"a prompt of {len(prompt)} tokens exceeds a context of {self._max_model_len}")
+        return [self._score(prompt) for prompt in prompts]
+
+    @torch.inference_mode()
+    def _score(self, prompt: IntArray) -> FloatArray:
+        tokens = torch.from_numpy(prompt.astype(np.int64)).to(self._device)
+        logits = self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+        logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        return np.concatenate([np.zeros(1, np.float32), logprobs.cpu().numpy()])
+
+    @torch.no_grad()
+    def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
+        """See `RolloutEngine`; cached keys and values live only as long as a request.
+
+        Raises:
+            WeightSyncError: a tensor has no place or another shape, or tied tensors differ; the engine cannot be used until
+                an update succeeds.
+        """
+        self._require_idle("take weights")
+        self._broken = True
+        # Tied tensors are one parameter under several names.
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        digests: dict[str, str] = {}
+        written: dict[int, str] = {}
+        for name, tensor in weights:
+            parameter = parameters.get(name)
+            if parameter is None or parameter.shape != tensor.shape:
+                place = "no place" if parameter is None else f"shape {tuple(parameter.shape)}"
+                raise WeightSyncError(f"the engine has {place} for '{name}' of shape {tuple(tensor.shape)}")
+            digests[name] = tensor_digest(tensor)
+            if written.setdefault(id(parameter), digests[name]) != digests[name]:
+                raise WeightSyncError(f"'{name}' is tied to a parameter that arrived with other values")
+            parameter.copy_(tensor)
+        self._version = version
+        self._broken = False
+        reached = frozenset(name for name, parameter in parameters.items() if id(parameter) in written)
+        return WeightAck(digests, reached, frozenset(parameters))
+
+    def update_adapter(self, adapter: LoraTensors, version: int) -> WeightAck:
+        raise EngineError("the transformers engine serves no adapters", hint="set engine.lora_serving=merge")
+
+    def close(self) -> None:
+        self.abort_all()
+        self._model = None
+
+    def _require_idle(self, purpose: str) -> None:
+        if self._pending:
+            raise EngineError(f"the engine cannot {purpose} while {len(self._pending)} requests are running")
+
+
+def _empty_cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()

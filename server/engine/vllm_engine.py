@@ -1,0 +1,361 @@
+"""vLLM in this process: its scheduler and kernels, stepped by the caller's thread."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from opentinker.client.messages import (
+    FloatArray,
+    IntArray,
+    Sample,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    TokenChunk,
+    chunk_tokens,
+)
+from opentinker.config.job import EngineConfig, LoraConfig
+from opentinker.errors import EngineError, OpenTinkerError, WeightSyncError
+from opentinker.server.digest import tensor_digest
+from opentinker.server.engine.base import LoraTensors, NamedTensors, WeightAck
+from opentinker.server.engine.sampling import effective_params, sample_seed
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM allocates adapter memory for."""
+_BATCHED_TOKENS = 2048
+"""Tokens of one forward pass on CPU."""
+
+
+@dataclass
+class _Pending:
+    """A request in the engine: one vLLM request per sample, so that each has a seed of its own."""
+
+    request: SampleRequest
+    params: SamplingParams
+    samples: dict[int, Sample] = field(default_factory=dict)
+    prompt_logprobs: FloatArray | None = None
+
+
+class VllmEngine:
+    """`RolloutEngine` on vLLM, for CPU and CUDA. The caller is its only thread."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: EngineConfig,
+        dtype: str,
+        *,
+        lora: LoraConfig | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Load the model; `lora` is given if vLLM's own adapter serving is wanted.
+
+        Raises:
+            EngineError: vLLM cannot start with this model and these limits.
+        """
+        _prepare_environment()
+        from vllm import EngineArgs, LLMEngine
+        from vllm.platforms import current_platform
+
+        arguments: dict[str, Any] = {}
+        if current_platform.is_cpu():
+            arguments |= {
+                "kv_cache_memory_bytes": int(config.cache_gib * 2**30),
+                "block_size": 32,
+                # vLLM 0.32 rewinds a seeded request's generator after a partial prefill; a CPU generator cannot.
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(config.max_model_len, _BATCHED_TOKENS),
+            }
+        else:
+            arguments["gpu_memory_utilization"] = config.memory_fraction
+        if lora is not None:
+            rank = next(r for r in _LORA_RANKS if r >= lora.rank)
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+        try:
+            self._engine = LLMEngine.from_engine_args(
+                EngineArgs(
+                    model=str(model_dir),
+                    dtype=dtype,
+                    max_model_len=config.max_model_len,
+                    max_num_seqs=config.max_num_seqs,
+                    enforce_eager=config.enforce_eager,
+                    enable_prefix_caching=True,
+                    logprobs_mode="processed_logprobs",
+                    disable_log_stats=True,
+                    use_tqdm_on_load=False,
+                    async_scheduling=False,
+                    seed=0,
+                    **arguments,
+                )
+            )
+        except (ValueError, RuntimeError) as error:
+            raise EngineError(f"vLLM cannot start: {error}", hint="see engine.max_model_len and engine.cache_gib") from error
+        # vLLM compiles small helpers even so: 10 s at the first token, and a C++ compiler would have to be there.
+        eager = config.enforce_eager and current_platform.is_cpu()
+        self._compilation = partial(torch.compiler.set_stance, "force_eager") if eager else nullcontext
+        self._max_model_len = config.max_model_len
+        self._vocab_size: int = self._engine.vllm_config.model_config.get_vocab_size()
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._serves_adapters = lora is not None
+        self._adapter: Any = None
+        self._adapters_served = 0
+        self._version = 0
+        self._pending: dict[int, _Pending] = {}
+        self._added = 0
+        self._broken = False
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    def add(self, request: SampleRequest) -> None:
+        self._require_whole()
+        params = effective_params(
+            request,
+            max_model_len=self._max_model_len,
+            vocab_size=self._vocab_size,
+            stop_token_ids=self._stop_token_ids,
+        )
+        key = self._added
+        self._added += 1
+        self._pending[key] = _Pending(request, params)
+        prompt = {"prompt_token_ids": chunk_tokens(request.prompt).tolist()}
+        for index in range(request.n):
+            wants_prompt = request.prompt_logprobs and index == 0
+            self._engine.add_request(
+                f"{key}:{index}",
+                prompt,
+                _vllm_params(params, index, prompt_logprobs=wants_prompt),
+                lora_request=self._adapter,
+            )
+
+    def step(self) -> list[SampleResult]:
+        if not self._pending:
+            return []
+        try:
+            with self._compilation():
+                outputs = self._engine.step()
+        except Exception as error:
+            # vLLM promises no exception type, and its state after one is unknown.
+            raise EngineError(f"vLLM failed: {error}") from error
+        return [result for output in outputs if output.finished and (result := self._collect(output)) is not None]
+
+    def _collect(self, output: Any) -> SampleResult | None:
+        """Note one finished sample; the result, if it was the last of its request."""
+        key, index = (int(part) for part in output.request_id.split(":"))
+        pending = self._pending[key]
+        completion = output.outputs[0]
+        tokens = np.asarray(completion.token_ids, np.int32)
+        pending.samples[index] = Sample(
+            tokens=tokens,
+            logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+            finish_reason="stop" if completion.finish_reason == "stop" else "length",
+            versions=((self._version, len(tokens)),),
+        )
+        if output.prompt_logprobs is not None:
+            pending.prompt_logprobs = np.asarray([0.0, *output.prompt_logprobs.logprobs], np.float32)
+        if len(pending.samples) < pending.request.n:
+            return None
+        del self._pending[key]
+        samples = tuple(pending.samples[i] for i in range(pending.request.n))
+        return SampleResult(pending.request.request_id, samples, pending.params, pending.prompt_logprobs)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._pending)
+
+    def abort_all(self) -> list[SampleRequest]:
+        unfinished = [pending.request for pending in self._pending.values()]
+        ids = [f"{key}:{index}" for key, pending in self._pending.items() for index in range(pending.request.n)]
+        self._engine.abort_request(ids)
+        self._pending.clear()
+        return unfinished
+
+    def prompt_logprobs(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
+        self._require_idle("score prompts")
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=1, temperature=0.0)
+            self.add(SampleRequest(str(number), (TokenChunk(prompt),), params, prompt_logprobs=True))
+        found: dict[int, FloatArray] = {}
+        while self._pending:
+            for result in self.step():
+                assert result.prompt_logprobs is not None
+                found[int(result.request_id)] = result.prompt_logprobs
+        return [found[number] for number in range(len(prompts))]
+
+    def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
+        """See `RolloutEngine`; an adapter that was being served is dropped.
+
+        Raises:
+            WeightSyncError: vLLM does not take one of the tensors; the engine cannot be used any more.
+        """
+        self._require_idle("take weights")
+        # vLLM takes its layers apart while it reloads, and cannot put them together again after an error.
+        self._broken = True
+        ack = self._on_worker(_replace_weights, weights)
+        self._broken = False
+        self._adapter = None
+        self._engine.reset_prefix_cache()
+        self._version = version
+        return ack
+
+    def update_adapter(self, adapter: LoraTensors, version: int) -> WeightAck:
+        if not self._serves_adapters:
+            raise EngineError("this engine was not started with adapter serving", hint="set engine.lora_serving=adapter")
+        self._require_idle("take an adapter")
+        from vllm.lora.request import LoRARequest
+
+        # Ids and names are never used twice: vLLM's caches know an adapter by them.
+        number = self._adapters_served = self._adapters_served + 1
+        ack = self._on_worker(_replace_adapter, adapter, number)
+        self._adapter = LoRARequest(f"adapter-{number}", number, lora_path="in memory")
+        self._engine.reset_prefix_cache()
+        self._version = version
+        return ack
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._closed = True
+        self.abort_all()
+        self._engine.engine_core.shutdown()
+        del self._engine
+        cleanup_dist_env_and_memory()
+
+    def _require_whole(self) -> None:
+        if self._broken:
+            raise EngineError("an update of the engine's weights failed half-way", hint="start a new server")
+
+    def _require_idle(self, purpose: str) -> None:
+        self._require_whole()
+        if self._pending:
+            raise EngineError(f"the engine cannot {purpose} while {len(self._pending)} requests are running")
+
+    def _on_worker(self, function: Callable[..., WeightAck], *arguments: Any) -> WeightAck:
+        try:
+            acks: list[WeightAck] = self._engine.collective_rpc(function, args=arguments)
+        except OpenTinkerError:
+            raise
+        except (ValueError, RuntimeError, KeyError, AssertionError, AttributeError) as error:
+            raise WeightSyncError(f"vLLM does not take these tensors: {error}") from error
+        return acks[0]
+
+
+def _prepare_environment() -> None:
+    """vLLM is configured through the environment in part; it is read when vLLM is imported or started."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # It would override engine.cache_gib.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def _vllm_params(params: SamplingParams, index: int, *, prompt_logprobs: bool) -> Any:
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_tokens,
+        seed=None if params.seed is None else sample_seed(params.seed, index),
+        stop=list(params.stop),
+        stop_token_ids=list(params.stop_token_ids),
+        logprobs=0,
+        prompt_logprobs=0 if prompt_logprobs else None,
+        flat_logprobs=True,
+        detokenize=bool(params.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _replace_weights(worker: Any, weights: NamedTensors) -> WeightAck:
+    """Runs on the vLLM worker: write `weights` into its model in place."""
+    model = worker.get_model()
+    # Adapter serving wraps layers; the loader knows their parameters by the unwrapped names.
+    expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+    tied = bool(worker.model_runner.model_config.hf_text_config.tie_word_embeddings)
+    if tied:
+        expected.add(_HEAD)
+    digests: dict[str, str] = {}
+    reported: set[str] = set()
+    load = model.load_weights
+
+    def load_and_note(stream: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        reported.update(load(stream))
+        return reported
+
+    # `reload_weights` logs what the loader wrote instead of returning it.
+    model.load_weights = load_and_note
+    try:
+        worker.reload_weights(weights_iterator=_received(weights, digests, tied=tied))
+    finally:
+        del model.load_weights
+    packed = getattr(model, "packed_modules_mapping", {})
+    written = {name for name in reported if all(part in digests for part in _parts(name, packed))}
+    return WeightAck(digests, frozenset(written), frozenset(expected))
+
+
+_HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
+
+
+def _received(weights: NamedTensors, digests: dict[str, str], *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream with its digests noted. A tied head is written with its embedding: on CPU vLLM keeps a repacked copy of
+    it, which would stay stale."""
+    embedding = ""
+    for name, tensor in weights:
+        digests[name] = tensor_digest(tensor)
+        if tied and name == _HEAD:
+            continue
+        # vLLM gathers a fused layer's parts before it writes; the sender may reuse its buffer meanwhile.
+        copied = tensor.detach().clone()
+        yield name, copied
+        if tied and name.endswith(_EMBEDDING):
+            embedding = name
+            yield _HEAD, copied
+    if tied and embedding and digests.setdefault(_HEAD, digests[embedding]) != digests[embedding]:
+        raise WeightSyncError("the model ties its head to its embedding, but the two tensors that arrived differ")
+
+
+def _parts(name: str, packed: dict[str, list[str]]) -> list[str]:
+    """The Hugging Face names that make up an engine parameter."""
+    module, _, leaf = name.rpartition(".")
+    parent, _, last = module.rpartition(".")
+    return [f"{parent}.{part}.{leaf}" for part in packed[last]] if last in packed else []
+
+
+def _replace_adapter(worker: Any, adapter: LoraTensors, number: int) -> WeightAck:
+    """Runs on the vLLM worker: make `adapter` the only one, under the id `number`."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    loader = worker.model_runner.lora_manager
+    manager = loader._adapter_manager
+    helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.target_modules))
+    helper.validate_legal(loader.lora_config)
+    homes = set(manager.modules) | {part for parts in manager.packed_modules.values() for part in parts}
+    written = {name for name in adapter.tensors if parse_fine_tuned_lora_name(name)[0] in homes}
+    digests = {name: tensor_digest(tensor) for name, tensor in adapter.tensors.items()}
+    # vLLM keeps and packs what it is given; the sender's tensors go on changing.
+    tensors = {name: tensor.detach().clone() for name, tensor in adapter.tensors.items()}
+    model = LoRAModel.from_lora_tensors(number, tensors, helper, device="cpu", dtype=loader.lora_config.lora_dtype)
+    loader.remove_all_adapters()
+    manager.add_adapter(model)
+    manager.activate_adapter(number)
+    return WeightAck(digests, frozenset(written), frozenset(adapter.tensors))

@@ -1,0 +1,177 @@
+"""The commands of a policy as plain functions over the worker's state. The table is in docs/architecture.md."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch, PolicySpec, validate
+from opentinker.config.base import nearest
+from opentinker.errors import ConflictError, InvalidRequestError, OpenTinkerError
+from opentinker.server.protocol import CommandWork
+from opentinker.server.state import State
+from opentinker.server.sync import first_measure, publish, push
+from opentinker.server.trainer.checkpoint import write_checkpoint
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def execute(state: State, work: CommandWork) -> dict[str, Any]:
+    """Run one command; its result as a wire tree.
+
+    Raises:
+        OpenTinkerError: the command's own error; anything else is a bug or a failing device.
+    """
+    return _COMMANDS[work.command](state, work.policy, work.args)
+
+
+def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    spec = validate(PolicySpec, args)
+    if state.policies or state.parts.engine.version:
+        raise ConflictError(f"this server already has a policy; '{policy}' needs a server of its own")
+    trainer = state.parts.trainer
+    trainer.create_policy(policy, spec)
+    try:
+        state.policies[policy] = first_measure(state.parts, policy)
+        if spec.checkpoint is not None:
+            trainer.load(policy, _folder(state, spec.checkpoint))
+            push(state, policy, 0)
+    except Exception:
+        state.policies.pop(policy, None)
+        trainer.delete_policy(policy)
+        raise
+    return {"policy": policy, "version": 0}
+
+
+def _delete(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    _known(args)
+    state.hosted(policy)
+    while state.parts.engine.has_unfinished():
+        state.pump()
+    state.parts.trainer.delete_policy(policy)
+    del state.policies[policy]
+    return {}
+
+
+def _forward(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    _known(args, "data", "temperature")
+    state.hosted(policy)
+    temperature = _number(args.get("temperature", 1.0), "temperature")
+    if not temperature > 0:
+        raise InvalidRequestError("temperature must be above 0")
+    return {"logprobs": state.parts.trainer.forward(policy, _data(args), temperature=temperature)}
+
+
+def _forward_backward(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    _known(args, "data", "loss", "factor")
+    state.hosted(policy)
+    loss, factor = validate(LossConfig, args.get("loss")), _number(args.get("factor", 1.0), "factor")
+    result = state.parts.trainer.forward_backward(policy, _data(args), loss, factor)
+    return {"loss": result.loss, "metrics": result.metrics, "logprobs": result.logprobs}
+
+
+def _optim_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    state.hosted(policy)
+    return dict(state.parts.trainer.optim_step(policy, validate(AdamParams, args)))
+
+
+def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Written with the small commands; nothing is trained unless everything is valid."""
+    _known(args, "data", "minibatches", "loss", "optimizer", "publish")
+    hosted = state.hosted(policy)
+    data = _data(args)
+    loss, optimizer = validate(LossConfig, args.get("loss")), validate(AdamParams, args.get("optimizer"))
+    minibatches = _minibatches(args.get("minibatches"), len(data))
+    will_publish = args.get("publish", True)
+    if not isinstance(will_publish, bool):
+        raise InvalidRequestError("publish must be true or false")
+    trainer = state.parts.trainer
+    trainer.check(data, loss)
+    reports: list[dict[str, Any]] = []
+    for minibatch in minibatches:
+        try:
+            passed = trainer.forward_backward(policy, [data[i] for i in minibatch.indices], loss, minibatch.factor)
+            reports.append({"loss": passed.loss, "metrics": passed.metrics, **trainer.optim_step(policy, optimizer)})
+        except OpenTinkerError as error:
+            if len(minibatches) > 1:
+                error.detail = f"minibatch {len(reports)} of {len(minibatches)}: {error.detail}; those before it were applied"
+            raise
+    published = publish(state, policy, "drain") if will_publish else None
+    return {"minibatches": reports, "version": hosted.version, "publish": published}
+
+
+def _publish(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    _known(args, "mode")
+    return publish(state, policy, str(args.get("mode", "drain")))
+
+
+def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    _known(args, "name")
+    state.hosted(policy)
+    folder = _folder(state, args.get("name"))
+    manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty))
+    return {"path": str(folder), "manifest": manifest}
+
+
+def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Also publishes, so that the engine samples from what was loaded."""
+    _known(args, "name")
+    state.hosted(policy)
+    state.parts.trainer.load(policy, _folder(state, args.get("name")))
+    return publish(state, policy, "drain")
+
+
+_COMMANDS: dict[str, Callable[[State, str, dict[str, Any]], dict[str, Any]]] = {
+    "create": _create,
+    "delete": _delete,
+    "forward": _forward,
+    "forward_backward": _forward_backward,
+    "optim_step": _optim_step,
+    "train_step": _train_step,
+    "publish": _publish,
+    "save": _save,
+    "load": _load,
+}
+
+
+def _known(args: dict[str, Any], *names: str) -> None:
+    for name in args:
+        if name not in names:
+            raise InvalidRequestError(f"unknown argument '{name}'", hint=nearest(str(name), names) if names else "")
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise InvalidRequestError(f"{what} must be a finite number")
+    return float(value)
+
+
+def _list(value: Any, what: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple) or not value:
+        raise InvalidRequestError(f"{what} must be a list that is not empty")
+    return value
+
+
+def _data(args: dict[str, Any]) -> list[Datum]:
+    return [Datum.from_wire(body) for body in _list(args.get("data"), "data")]
+
+
+def _minibatches(value: Any, data_count: int) -> list[Minibatch]:
+    minibatches = [validate(Minibatch, body) for body in _list(value, "minibatches")]
+    for number, minibatch in enumerate(minibatches):
+        _number(minibatch.factor, f"the factor of minibatch {number}")
+        _list(minibatch.indices, f"the indices of minibatch {number}")
+        outside = [i for i in minibatch.indices if not 0 <= i < data_count]
+        if outside:
+            raise InvalidRequestError(
+                f"minibatch {number} has index {outside[0]}, but there are {data_count} data; nothing was trained"
+            )
+    return minibatches
+
+
+def _folder(state: State, name: Any) -> Path:
+    """The folder of a checkpoint name, which is a single safe path component."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequestError(f"'{name}' is not a checkpoint name", hint="letters, digits, '.', '_' and '-', up to 100")
+    return state.parts.checkpoint_root / name

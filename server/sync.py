@@ -1,0 +1,166 @@
+"""Weight publish: from the trainer into the engine, with proof that they arrived and that both compute the same."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from opentinker.client.messages import Datum, FloatArray, IntArray, TokenChunk
+from opentinker.errors import EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
+from opentinker.server.digest import tensor_digest
+from opentinker.server.engine.base import NamedTensors, WeightAck
+from opentinker.server.state import Hosted, Parts, State
+
+MIN_DRIFT_LIMIT = 0.05
+"""bf16 noise between two correct implementations, in nats per token."""
+MAX_BASELINE = 0.5
+"""A larger difference before any training means that the two do not run the same model."""
+CANARY_TOKENS = 24
+_CANARY_TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is Rome. Both cities lie on a river, and both are very old.",
+    "Question: what is 17 + 25? Answer: 17 + 25 = 42. Question: what is 9 * 8? Answer: 9 * 8 = 72. Question: what is 5 - 3?",
+    "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):\n    return a * b\n",
+    "Once upon a time there was a fox who lived in the forest. One day the fox met a crow who held a piece of cheese.",
+)
+
+
+def canary_prompts(tokenizer_file: Path) -> tuple[IntArray, ...]:
+    """The fixed prompts in the model's own tokens, int32[<= 24] each."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    encoded = [tokenizer.encode(text, add_special_tokens=False).ids[:CANARY_TOKENS] for text in _CANARY_TEXTS]
+    return tuple(np.asarray(ids, np.int32) for ids in encoded)
+
+
+def first_measure(parts: Parts, policy: str) -> Hosted:
+    """Version 0, before any training: the baseline of all later comparisons.
+
+    Raises:
+        WeightSyncError: engine and trainer already disagree.
+    """
+    logprobs, drift = _compare(parts, policy)
+    if not drift <= MAX_BASELINE:
+        raise WeightSyncError(
+            f"engine and trainer disagree on the base model: mean |logprob difference| {drift:.3f}",
+            hint="the engine does not compute this architecture as transformers does; try engine.kind=transformers",
+        )
+    digests: dict[str, str] = {}
+    for _ in _digesting(_weights(parts, policy), digests):
+        pass
+    return Hosted(baseline=drift, canary_logprobs=logprobs, digests=digests)
+
+
+def publish(state: State, policy: str, mode: str) -> dict[str, Any]:
+    """Make the engine sample from the trainer's weights, under the next version.
+
+    `mode` says what happens to running requests: 'drain' finishes them under the old version, 'abort' starts them anew
+    under the new one.
+
+    Raises:
+        WeightSyncError: a tensor did not arrive as it was sent, or engine and trainer disagree. The version stays, and
+            the engine refuses to sample until a publish succeeds.
+    """
+    hosted = state.hosted(policy)
+    engine = state.parts.engine
+    if mode == "drain":
+        while engine.has_unfinished():
+            state.pump()
+        interrupted = []
+    elif mode == "abort":
+        interrupted = engine.abort_all()
+    else:
+        hint = "'continue' would mix versions in one sample" if mode == "continue" else ""
+        raise InvalidRequestError(f"publish mode '{mode}' is not offered: use 'drain' or 'abort'", hint=hint)
+    try:
+        return push(state, policy, hosted.attempted + 1)
+    finally:
+        for request in interrupted:
+            engine.add(request)
+
+
+def push(state: State, policy: str, version: int) -> dict[str, Any]:
+    """Send the weights as `version`, verify, and account for it. No request is running."""
+    started = time.monotonic()
+    parts, hosted = state.parts, state.hosted(policy)
+    hosted.attempted = version
+    sent: dict[str, str] = {}
+    try:
+        _check_ack(_send(parts, policy, version, sent), sent)
+        logprobs, drift = _compare(parts, policy)
+        limit = max(MIN_DRIFT_LIMIT, parts.drift_limit * hosted.baseline)
+        if not drift <= limit:
+            raise WeightSyncError(
+                f"after the publish, engine and trainer differ by {drift:.3f} per token (limit {limit:.3f}, "
+                f"version 0 {hosted.baseline:.3f})"
+            )
+        changed = not all(np.array_equal(old, new) for old, new in zip(hosted.canary_logprobs, logprobs, strict=True))
+        if not changed and _share_changed(hosted.digests, sent) > 0.5:
+            raise WeightSyncError("most weights changed, but the engine answers exactly as before: it still uses the old ones")
+    except OpenTinkerError as error:
+        state.fault = error
+        raise
+    except Exception as error:
+        state.fault = EngineError(f"a publish failed midway: {error!r}")
+        raise
+    state.fault = None
+    hosted.version, hosted.canary_logprobs, hosted.digests = version, logprobs, sent
+    return {
+        "version": version,
+        "parameters": len(sent),
+        "drift": drift,
+        "baseline": hosted.baseline,
+        "changed": changed,
+        "seconds": time.monotonic() - started,
+    }
+
+
+def _serves_adapter(parts: Parts, policy: str) -> bool:
+    return parts.adapter_serving and parts.trainer.is_lora(policy)
+
+
+def _weights(parts: Parts, policy: str) -> NamedTensors:
+    """What a publish of the policy sends."""
+    if _serves_adapter(parts, policy):
+        return parts.trainer.adapter(policy).tensors.items()
+    return parts.trainer.full_weights(policy)
+
+
+def _send(parts: Parts, policy: str, version: int, sent: dict[str, str]) -> WeightAck:
+    """Send the weights; fills `sent` with name -> digest as they leave the trainer."""
+    if _serves_adapter(parts, policy):
+        adapter = parts.trainer.adapter(policy)
+        sent.update({name: tensor_digest(tensor) for name, tensor in adapter.tensors.items()})
+        return parts.engine.update_adapter(adapter, version)
+    return parts.engine.update_weights(_digesting(parts.trainer.full_weights(policy), sent), version)
+
+
+def _digesting(weights: NamedTensors, digests: dict[str, str]) -> NamedTensors:
+    for name, tensor in weights:
+        digests[name] = tensor_digest(tensor)
+        yield name, tensor
+
+
+def _check_ack(ack: WeightAck, sent: dict[str, str]) -> None:
+    if ack.missing:
+        raise WeightSyncError(f"{len(ack.missing)} engine parameters were not updated, such as {min(ack.missing)}")
+    wrong = sorted(name for name in sent.keys() | ack.digests.keys() if sent.get(name) != ack.digests.get(name))
+    if wrong:
+        raise WeightSyncError(f"{len(wrong)} tensors did not arrive as they were sent, such as {wrong[0]}")
+
+
+def _share_changed(old: dict[str, str], new: dict[str, str]) -> float:
+    return sum(old.get(name) != digest for name, digest in new.items()) / max(1, len(new))
+
+
+def _compare(parts: Parts, policy: str) -> tuple[list[FloatArray], float]:
+    """(the engine's logprobs of the canaries, mean |difference| to the trainer's per token, in nats)."""
+    engine = parts.engine.prompt_logprobs(parts.canaries)
+    trainer = parts.trainer.forward(policy, _data(parts.canaries), temperature=1.0)
+    differences = [np.abs(ours[1:] - theirs) for ours, theirs in zip(engine, trainer, strict=True)]
+    return engine, float(np.concatenate(differences).mean())
+
+
+def _data(prompts: Sequence[IntArray]) -> list[Datum]:
+    return [Datum((TokenChunk(p[:-1]),), p[1:], {"weights": np.ones(len(p) - 1, np.float32)}) for p in prompts]

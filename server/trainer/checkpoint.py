@@ -1,0 +1,149 @@
+"""Checkpoints on disk: written whole or not at all, and verified when read.
+
+A checkpoint is a folder with weights in a format other tools read, what it takes to continue bit for bit
+(`optimizer.safetensors`, `trainer_state.json`), and `manifest.json` with the size and SHA-256 of every other file.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from opentinker.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "trainer_state.json"
+
+
+def write_checkpoint(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Call `write` with an empty folder beside `folder`, make its files durable and move it to `folder`; what `write` gave.
+
+    A checkpoint that was at `folder` is replaced only after the new one is whole.
+
+    Raises:
+        CheckpointError: it cannot be written (a full disk, a missing permission); the previous one is intact.
+    """
+    recover(folder)
+    previous = _previous(folder)
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        result = write(temporary)
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        if folder.exists():
+            folder.rename(previous)
+        temporary.rename(folder)
+        _sync(folder.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        recover(folder)
+        if isinstance(error, OSError | SafetensorError):
+            kept = "the previous checkpoint is intact" if folder.exists() else "nothing was left behind"
+            raise CheckpointError(f"cannot write the checkpoint {folder}: {_reason(error)}; {kept}") from error
+        raise
+    shutil.rmtree(previous, ignore_errors=True)
+    return result
+
+
+def recover(folder: Path) -> None:
+    """Undo a replacement that was interrupted between its two renames."""
+    previous = _previous(folder)
+    if previous.exists() and not folder.exists():
+        previous.rename(folder)
+
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def _reason(error: Exception) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+        return "disk full"
+    return str(error)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A safetensors file that transformers and peft read."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def read_tensors(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a file, on the CPU.
+
+    Raises:
+        CheckpointError: their names, shapes or dtypes are not those of `like`.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if set(tensors) != set(like):
+        odd = sorted(set(tensors) ^ set(like))
+        raise CheckpointError(f"{path} is of another architecture: it differs in {len(odd)} tensors, such as {odd[0]}")
+    for name, tensor in tensors.items():
+        if tensor.shape != like[name].shape or tensor.dtype != like[name].dtype:
+            raise CheckpointError(
+                f"{path} is of another architecture: {name} is {tensor.dtype}{list(tensor.shape)}, "
+                f"not {like[name].dtype}{list(like[name].shape)}"
+            )
+    return tensors
+
+
+def seal(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the trainer state and the manifest; the manifest."""
+    (folder / STATE).write_text(json.dumps({"format": FORMAT, **state}, indent=1, sort_keys=True))
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(folder.iterdir())}
+    manifest = {"format": FORMAT, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
+    return manifest
+
+
+def open_checkpoint(folder: Path) -> dict[str, Any]:
+    """The trainer state of a checkpoint, once all its files are proved whole.
+
+    Raises:
+        CheckpointError: there is none, or a file is missing or corrupt.
+    """
+    recover(folder)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        for name, expected in manifest["files"].items():
+            path = folder / name
+            if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
+                raise CheckpointError(f"the checkpoint file {path} is corrupt: it is not what its manifest says")
+        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {folder} is incomplete: {error.filename}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {folder} has no valid manifest: {error}") from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"the checkpoint {folder} has format {state.get('format')}, this trainer reads {FORMAT}")
+    return state
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,209 @@
+"""Linear layers that hold the adapters of many policies (Hu et al., 2021): y = W x + alpha / rank * B A x.
+
+A pass says which adapter each of its tokens uses, so tokens of several policies can share one pass over the frozen base.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from opentinker.config.job import LoraConfig
+from opentinker.errors import ConfigError
+from opentinker.server.engine.base import LoraTensors
+from opentinker.server.trainer.checkpoint import write_tensors
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the Hugging Face name of an adapted layer."""
+
+
+class AdapterPass:
+    """Which adapters the current pass uses; shared by all layers of a model. Not reentrant."""
+
+    def __init__(self) -> None:
+        self.policies: tuple[str, ...] = ()
+        self.slots_T: torch.Tensor | None = None
+
+    @contextmanager
+    def using(self, policies: Sequence[str], slots_T: torch.Tensor | None = None) -> Iterator[None]:
+        """Token t uses the adapter of `policies[slots_T[t]]`, or none where the slot is -1. Without slots all tokens use
+        the one adapter given."""
+        if slots_T is None and len(policies) > 1:
+            raise ValueError("several adapters need a slot for each token")
+        self.policies, self.slots_T = tuple(policies), slots_T
+        try:
+            yield
+        finally:
+            self.policies, self.slots_T = (), None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One policy's adapter of one layer: A is [rank, in], B is [out, rank]."""
+
+    A: nn.Parameter
+    B: nn.Parameter
+    scale: float
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """W x + scale * B A x with as few passes over the activations as possible; W is frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        low = rows @ A.t()
+        out = F.linear(rows, weight, bias).addmm_(low, B.t(), alpha=scale)
+        ctx.scale = scale
+        ctx.save_for_backward(rows, low, weight, A, B)
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor, torch.Tensor, None]:
+        rows, low, weight, A, B = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        low_grad = (grad @ B).mul_(ctx.scale)
+        x_grad = None
+        if ctx.needs_input_grad[0]:
+            x_grad = (grad @ weight).addmm_(low_grad, A).view(*grads[0].shape[:-1], -1)
+        return x_grad, None, None, low_grad.t() @ rows, (grad.t() @ low).mul_(ctx.scale), None
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and the adapters of the policies that adapt it."""
+
+    def __init__(self, base: nn.Linear, current: AdapterPass) -> None:
+        super().__init__()
+        self.base = base
+        self.adapters: dict[str, Adapter] = {}  # a plain dict: adapters are not parameters of the base model
+        self._current = current
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        policies, slots_T = self._current.policies, self._current.slots_T
+        if slots_T is None:
+            adapter = self.adapters.get(policies[0]) if policies else None
+            if adapter is None:
+                out: torch.Tensor = self.base(x)
+                return out
+            adapted: torch.Tensor = _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
+                x, self.base.weight, self.base.bias, adapter.A, adapter.B, adapter.scale
+            )
+            return adapted
+        rows = x.reshape(-1, x.shape[-1])
+        out = self.base(rows)
+        for slot, policy in enumerate(policies):
+            if policy in self.adapters:
+                adapter = self.adapters[policy]
+                chosen = (slots_T == slot).nonzero()[:, 0]
+                update = F.linear(F.linear(rows[chosen], adapter.A), adapter.B)
+                out = out.index_add(0, chosen, update, alpha=adapter.scale)
+        return out.view(*x.shape[:-1], -1)
+
+
+def resolve_targets(model: nn.Module, model_config: Any, config: LoraConfig) -> tuple[list[str], tuple[str, ...]]:
+    """(full names of the layers to adapt, PEFT's short `target_modules`), as PEFT resolves them.
+
+    Raises:
+        ConfigError: no layer matches, or one that matches is not linear.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    # PEFT rewrites the model it is given, so it gets one without weights.
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(model_config)
+    wanted = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
+    try:
+        adapted = peft.get_peft_model(
+            shape, peft.LoraConfig(r=config.rank, target_modules=wanted, task_type="CAUSAL_LM"), low_cpu_mem_usage=True
+        )
+    except ValueError as error:
+        raise ConfigError(f"lora.target_modules: {error}", hint="use 'all-linear'") from error
+    names = list(adapted.base_model.targeted_module_names)
+    for name in names:
+        layer = model.get_submodule(name)
+        if not isinstance(layer, nn.Linear | LoraLinear):
+            raise ConfigError(f"lora.target_modules: {name} is not a linear layer", hint="use 'all-linear'")
+    return names, tuple(sorted(adapted.peft_config["default"].target_modules))
+
+
+def add_adapters(
+    model: nn.Module, names: Sequence[str], current: AdapterPass, policy: str, config: LoraConfig, seed: int
+) -> dict[str, nn.Parameter]:
+    """Give the named layers an adapter for `policy`; its parameters under their PEFT names.
+
+    Initialized as PEFT does: A is uniform (Kaiming with a = sqrt(5)), drawn from `seed`; B is zero.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameters: dict[str, nn.Parameter] = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        if not isinstance(layer, LoraLinear):
+            assert isinstance(layer, nn.Linear)
+            layer = LoraLinear(layer, current)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, layer)
+        weight = layer.base.weight
+        A = torch.empty(config.rank, weight.shape[1])
+        nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
+        B = torch.zeros(weight.shape[0], config.rank)
+        adapter = Adapter(
+            nn.Parameter(A.to(weight.device, weight.dtype)),
+            nn.Parameter(B.to(weight.device, weight.dtype)),
+            config.alpha / config.rank,
+        )
+        layer.adapters[policy] = adapter
+        parameters[f"{PEFT_PREFIX}{name}.lora_A.weight"] = adapter.A
+        parameters[f"{PEFT_PREFIX}{name}.lora_B.weight"] = adapter.B
+    return parameters
+
+
+def remove_adapters(model: nn.Module, policy: str) -> None:
+    """Take the policy's adapters out of every layer."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLinear):
+            layer.adapters.pop(policy, None)
+
+
+def merged_weight(layer: LoraLinear, policy: str) -> torch.Tensor:
+    """W + scale * B A, computed in float32 from the frozen W and cast to its dtype."""
+    adapter = layer.adapters[policy]
+    weight = layer.base.weight.detach()
+    update = adapter.B.detach().float() @ adapter.A.detach().float()
+    return torch.add(weight.float(), update, alpha=adapter.scale).to(weight.dtype)
+
+
+def peft_tensors(config: LoraConfig, targets: tuple[str, ...], parameters: Mapping[str, nn.Parameter]) -> LoraTensors:
+    """The adapter in PEFT's layout; the tensors are copies."""
+    tensors = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    return LoraTensors(config.rank, config.alpha, targets, tensors)
+
+
+def save_peft(folder: Path, adapter: LoraTensors, base_model: str) -> None:
+    """Write `adapter_model.safetensors` and `adapter_config.json`, as `peft.PeftModel.from_pretrained` reads them."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=list(adapter.target_modules),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_model,
+        inference_mode=True,
+    )
+    config.save_pretrained(folder)
+    write_tensors(folder / "adapter_model.safetensors", adapter.tensors)

@@ -1,0 +1,139 @@
+"""AdamW on float32 master weights, with gradients accumulated in float32, for parameters of any dtype."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from opentinker.client.messages import AdamParams
+from opentinker.errors import TrainerError
+
+
+class MasterOptimizer:
+    """The optimizer state of one policy. A parameter in float32 is its own master.
+
+    From construction to `close` the parameters require gradients: a backward pass adds each one's gradient to the
+    accumulated ones here and leaves
+    `parameter.grad` empty.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.step_count = 0
+        self.masters = {
+            name: p.detach() if p.dtype == torch.float32 else p.detach().float() for name, p in self.parameters.items()
+        }
+        self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        # The buffers outlive a step, so that no step pays for fresh pages; `_filled` says which ones count.
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._filled: set[str] = set()
+        self._hooks = [
+            p.requires_grad_(True).register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._accumulate, name)
+            )
+            for name, p in self.parameters.items()
+        ]
+
+    def close(self) -> None:
+        """Stop collecting gradients: the parameters are frozen again."""
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(False)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _accumulate(self, name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        parameter.grad = None
+        if name in self._filled:
+            self._gradients[name].add_(gradient)
+        elif name in self._gradients:
+            self._gradients[name].copy_(gradient)
+        else:
+            self._gradients[name] = gradient.float()
+        self._filled.add(name)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The accumulated gradients, float32; a parameter that took part in no pass is missing (its gradient is zero)."""
+        return {name: self._gradients[name] for name in self.parameters if name in self._filled}
+
+    def clear_gradients(self) -> None:
+        self._filled.clear()
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Passes inside add their gradients together, or, when one raises, not at all."""
+        before = {name: gradient.clone() for name, gradient in self.gradients().items()}
+        try:
+            yield
+        except BaseException:
+            self._gradients.update(before)
+            self._filled = set(before)
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            raise
+
+    @torch.no_grad()
+    def step(self, params: AdamParams) -> float:
+        """One step on the accumulated gradients, which are cleared; their L2 norm before clipping.
+
+        A missing gradient counts as zero: its moments decay and its weights move by what momentum they have.
+
+        Raises:
+            TrainerError: the norm is not finite; the weights and the optimizer state stay as they are.
+        """
+        names = list(self.parameters)
+        for name in names:
+            if name not in self._filled:
+                self._gradients[name] = torch.zeros_like(self.masters[name])
+        gradients = [self._gradients[name] for name in names]
+        self.clear_gradients()
+        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
+        if not norm < float("inf"):
+            raise TrainerError(
+                f"the gradient norm is {norm}; the weights are unchanged",
+                hint="lower the learning rate, or look for extreme ratios",
+            )
+        if params.max_grad_norm is not None and norm > params.max_grad_norm:
+            torch._foreach_mul_(gradients, params.max_grad_norm / norm)
+        masters = [self.masters[name] for name in names]
+        adamw(
+            masters,
+            gradients,
+            [self.exp_avg[name] for name in names],
+            [self.exp_avg_sq[name] for name in names],
+            [],
+            [torch.tensor(float(self.step_count), device=master.device) for master in masters],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=params.learning_rate,
+            beta1=params.beta1,
+            beta2=params.beta2,
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+        )
+        self.step_count += 1
+        self._publish_masters()
+        return norm
+
+    def _publish_masters(self) -> None:
+        torch._foreach_copy_([p.detach() for p in self.parameters.values()], list(self.masters.values()))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Masters and moments by name: what `load_state` takes, with `step_count`, to continue bit for bit."""
+        parts = {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, torch.Tensor], step_count: int) -> None:
+        """Continue from a `state` of the same names and shapes. Accumulated gradients are dropped."""
+        for key, tensor in self.state().items():
+            tensor.copy_(state[key])
+        self.step_count = step_count
+        self.clear_gradients()
+        self._publish_masters()

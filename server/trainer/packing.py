@@ -1,0 +1,145 @@
+"""How data share forward passes: each prompt is computed once, and groups are packed up to a token budget.
+
+A datum's prompt is its tokens up to and including the one that predicts the first weighted target; the rest, up to the
+last weighted target, is its branch. Data with equal prompts form a group, laid out as prompt, branch, branch, ...; a
+branch sees the prompt and itself. Tokens that no weighted target depends on are left out.
+
+Axes: T = tokens of a pack, L = tokens of a group, N = weighted targets of a pack.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from opentinker.client.messages import Datum, IntArray
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where a prompt and its branches lie in a pack: one after the other from row `start` on. Lengths in tokens."""
+
+    start: int
+    prompt: int
+    branches: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.prompt + sum(self.branches)
+
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Which row (first axis) sees which (second axis), bool[L, L]."""
+        branch_L = np.repeat(np.arange(len(self.branches) + 1), (self.prompt, *self.branches))
+        shared = (branch_L[None, :] == 0) | (branch_L[None, :] == branch_L[:, None])
+        return np.tril(shared)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One forward pass. Weighted target n is predicted by row `rows_N[n]` and is target `steps_N[n]` of datum `data_N[n]`."""
+
+    tokens_T: IntArray
+    positions_T: IntArray
+    groups: tuple[Group, ...]
+    rows_N: IntArray
+    data_N: IntArray
+    steps_N: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tokens_T)
+
+
+@dataclass(frozen=True)
+class _Branch:
+    datum: int
+    prompt: IntArray
+    tokens: IntArray
+    steps: IntArray
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Branches of one group that stay together."""
+
+    branches: tuple[_Branch, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.branches[0].prompt) + sum(len(b.tokens) for b in self.branches)
+
+
+def pack_data(data: Sequence[Datum], pack_tokens: int) -> list[Pack]:
+    """Packs of at most `pack_tokens` tokens that hold every weighted target once.
+
+    A group that does not fit is split and its prompt repeated; a single datum longer than `pack_tokens` gets a pack of
+    its own. Data without a weighted target are in no pack. The packs depend on what the data are, not on their order.
+    """
+    groups: dict[bytes, list[_Branch]] = {}
+    for index in sorted(range(len(data)), key=lambda i: _content(data[i])):
+        weighted = np.flatnonzero(data[index].weights).astype(np.int32)
+        if weighted.size:
+            tokens, first, last = data[index].tokens, int(weighted[0]), int(weighted[-1])
+            branch = _Branch(index, tokens[: first + 1], tokens[first + 1 : last + 1], weighted)
+            groups.setdefault(branch.prompt.tobytes(), []).append(branch)
+    pieces = [piece for branches in groups.values() for piece in _split(branches, pack_tokens)]
+    return [_lay_out(bin_) for bin_ in _fill(pieces, pack_tokens)]
+
+
+def _content(datum: Datum) -> tuple[bytes, ...]:
+    arrays = (datum.arrays[name].tobytes() for name in sorted(datum.arrays))
+    return (datum.tokens.tobytes(), datum.targets.tobytes(), *arrays)
+
+
+def _split(branches: Sequence[_Branch], pack_tokens: int) -> Iterator[_Piece]:
+    prompt = len(branches[0].prompt)
+    taken: list[_Branch] = []
+    size = prompt
+    for branch in branches:
+        if taken and size + len(branch.tokens) > pack_tokens:
+            yield _Piece(tuple(taken))
+            taken, size = [], prompt
+        taken.append(branch)
+        size += len(branch.tokens)
+    yield _Piece(tuple(taken))
+
+
+def _fill(pieces: Sequence[_Piece], pack_tokens: int) -> list[list[_Piece]]:
+    """Best-fit decreasing bin packing."""
+    bins: list[list[_Piece]] = []
+    free: list[tuple[int, int]] = []  # (tokens free, bin), ascending
+    for piece in sorted(pieces, key=lambda p: -p.size):
+        at = bisect_left(free, (piece.size, 0))
+        if at < len(free):
+            room, chosen = free.pop(at)
+        else:
+            room, chosen = pack_tokens, len(bins)
+            bins.append([])
+        bins[chosen].append(piece)
+        insort(free, (room - piece.size, chosen))
+    return bins
+
+
+def _lay_out(pieces: Sequence[_Piece]) -> Pack:
+    tokens, positions, groups = [], [], []
+    rows, data, steps = [], [], []
+    row = 0
+    for piece in pieces:
+        prompt = piece.branches[0].prompt
+        start, length = row, len(prompt)
+        tokens.append(prompt)
+        positions.append(np.arange(length))
+        row += length
+        for branch in piece.branches:
+            first = branch.steps[0]
+            # The first target is predicted by the prompt's last row, all others by the branch's own rows.
+            rows.append(np.where(branch.steps == first, start + length - 1, row + branch.steps - first - 1))
+            data.append(np.full(len(branch.steps), branch.datum))
+            steps.append(branch.steps)
+            tokens.append(branch.tokens)
+            positions.append(length + np.arange(len(branch.tokens)))
+            row += len(branch.tokens)
+        groups.append(Group(start, length, tuple(len(b.tokens) for b in piece.branches)))
+    joined = [np.concatenate(part).astype(np.int32) for part in (tokens, positions, rows, data, steps)]
+    return Pack(joined[0], joined[1], tuple(groups), *joined[2:])

@@ -1,0 +1,215 @@
+"""The PyTorch trainer: policies on one model, and the commands that a server gives them."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, PolicySpec
+from opentinker.config.base import parse_config
+from opentinker.config.job import LoraConfig, TrainerConfig
+from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError, TrainerError
+from opentinker.server.engine.base import LoraTensors
+from opentinker.server.trainer import checkpoint, lora
+from opentinker.server.trainer.base import ForwardBackwardResult
+from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_loss
+from opentinker.server.trainer.model import PackedModel
+from opentinker.server.trainer.optimizer import MasterOptimizer
+from opentinker.server.trainer.packing import Pack, pack_data
+
+_SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Tokenizer and config files of a model directory, which a full checkpoint carries along."""
+
+
+@dataclass(frozen=True)
+class _Policy:
+    optimizer: MasterOptimizer
+    lora: LoraConfig | None
+    targets: tuple[str, ...]
+    """PEFT's `target_modules`; empty for a full-parameter policy."""
+
+
+class TorchTrainer:
+    """A `Trainer` on one device; see the protocol for what its methods promise."""
+
+    def __init__(
+        self, model_dir: Path, config: TrainerConfig, *, device: torch.device | str, threads: int | None = None
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._model_dir = Path(model_dir)
+        self._config = config
+        self._device = torch.device(device)
+        self._adapter_pass = lora.AdapterPass()
+        self._policies: dict[str, _Policy] = {}
+        self._model = self._load_base()
+
+    def _load_base(self) -> PackedModel:
+        return PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device)
+
+    def create_policy(self, policy: str, spec: PolicySpec) -> None:
+        """Add a policy at its initial weights; `spec.checkpoint` is a name that only the server can resolve, for `load`.
+
+        Raises:
+            ConflictError: the name is taken, or a full-parameter policy would share the model.
+            ConfigError: the adapter's config is wrong or fits no layer.
+        """
+        if policy in self._policies:
+            raise ConflictError(f"there already is a policy {policy}")
+        if self._policies and (spec.lora is None or any(p.lora is None for p in self._policies.values())):
+            raise ConflictError(
+                "a full-parameter policy needs the server to itself", hint="train adapters (lora), or use another server"
+            )
+        if spec.lora is None:
+            self._policies[policy] = _Policy(MasterOptimizer(self._model.trainable()), None, ())
+            return
+        config = parse_config(LoraConfig, spec.lora)
+        names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
+        adapter = lora.add_adapters(self._model.model, names, self._adapter_pass, policy, config, spec.seed)
+        self._policies[policy] = _Policy(MasterOptimizer(adapter), config, targets)
+
+    def delete_policy(self, policy: str) -> None:
+        """Forget a policy. The base weights are pristine afterwards: a full-parameter policy's deletion loads them anew."""
+        gone = self._get(policy)
+        gone.optimizer.close()
+        del self._policies[policy]
+        if gone.lora is None:
+            self._model = self._load_base()
+        else:
+            lora.remove_adapters(self._model.model, policy)
+
+    def is_lora(self, policy: str) -> bool:
+        return self._get(policy).lora is not None
+
+    @torch.no_grad()
+    def forward(self, policy: str, data: Sequence[Datum], *, temperature: float = 1.0) -> list[FloatArray]:
+        self._get(policy)
+        if not temperature > 0:
+            raise InvalidRequestError(f"the temperature must be above 0, not {temperature}")
+        self._model.check_tokens(data)
+        logprobs = [np.zeros(len(datum), np.float32) for datum in data]
+        for pack in pack_data(data, self._config.pack_tokens):
+            _scatter(pack, self._logprobs(policy, data, pack, temperature), logprobs)
+        return logprobs
+
+    def check(self, data: Sequence[Datum], loss: LossConfig) -> None:
+        self._model.check_tokens(data)
+        check_arrays(data, loss)
+
+    def forward_backward(self, policy: str, data: Sequence[Datum], loss: LossConfig, factor: float) -> ForwardBackwardResult:
+        """See `Trainer`. An empty batch, or one without a weighted target, has loss 0 and adds no gradient.
+
+        Raises:
+            InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary.
+            TrainerError: the loss is not finite.
+        """
+        optimizer = self._get(policy).optimizer
+        self.check(data, loss)
+        logprobs = [np.zeros(len(datum), np.float32) for datum in data]
+        metrics = []
+        with optimizer.all_or_nothing():
+            for pack in pack_data(data, self._config.pack_tokens):
+                logprobs_N = self._logprobs(policy, data, pack, loss.temperature)
+                total, part = token_loss(loss, logprobs_N, self._arrays(data, pack))
+                if not np.isfinite(part["loss_sum"] * factor):
+                    raise TrainerError(f"the loss is {part['loss_sum']}; no gradient was added")
+                (total * factor).backward()  # type: ignore[no-untyped-call]
+                _scatter(pack, logprobs_N.detach(), logprobs)
+                metrics.append(part)
+        merged = merge_metrics([{"tokens": 0.0, "loss_sum": 0.0}, *metrics])
+        return ForwardBackwardResult(factor * merged["loss_sum"], logprobs, merged)
+
+    def optim_step(self, policy: str, params: AdamParams) -> dict[str, float]:
+        return {"grad_norm": self._get(policy).optimizer.step(params)}
+
+    def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
+        adapted = self._adapted_layers(policy) if self.is_lora(policy) else {}
+        for name, parameter in self._model.names.items():
+            layer = adapted.get(name)
+            yield name, parameter.detach() if layer is None else lora.merged_weight(layer, policy)
+
+    def adapter(self, policy: str) -> LoraTensors:
+        """See `Trainer`.
+
+        Raises:
+            ConflictError: the policy trains the full parameters.
+        """
+        state = self._get(policy)
+        if state.lora is None:
+            raise ConflictError(f"policy {policy} trains the full parameters and has no adapter")
+        return lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
+
+    def save(self, policy: str, folder: Path) -> dict[str, Any]:
+        """See `Trainer`. Gradients that no `optim_step` has used yet are not part of a checkpoint.
+
+        Raises:
+            CheckpointError: the folder is not empty.
+            OSError, SafetensorError: it cannot be written; use `checkpoint.write_checkpoint` around this.
+        """
+        state = self._get(policy)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise CheckpointError(f"{folder} is not empty")
+        if state.lora is None:
+            for pattern in _SIDE_FILES:
+                for path in self._model_dir.glob(pattern):
+                    if not path.name.endswith(".index.json"):
+                        shutil.copyfile(path, folder / path.name)
+            self._model.config.save_pretrained(folder)
+            checkpoint.write_tensors(folder / "model.safetensors", state.optimizer.parameters)
+        else:
+            lora.save_peft(folder, self.adapter(policy), str(self._model_dir))
+        checkpoint.write_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
+        return checkpoint.seal(folder, {**self._identity(state), "step": state.optimizer.step_count})
+
+    def load(self, policy: str, folder: Path) -> None:
+        """See `Trainer`. Accumulated gradients are dropped."""
+        state = self._get(policy)
+        found = checkpoint.open_checkpoint(folder)
+        for key, mine in self._identity(state).items():
+            if found.get(key) != mine:
+                raise CheckpointError(f"the checkpoint {folder} does not fit: its {key} is {found.get(key)}, not {mine}")
+        tensors = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
+        state.optimizer.load_state(tensors, int(found["step"]))
+
+    def _identity(self, state: _Policy) -> dict[str, Any]:
+        """What a checkpoint and the policy that loads it must have in common, besides all tensor shapes."""
+        config = None if state.lora is None else {**state.lora.model_dump(mode="json"), "target_modules": list(state.targets)}
+        return {"kind": "full" if config is None else "lora", "model_type": self._model.config.model_type, "lora": config}
+
+    def _get(self, policy: str) -> _Policy:
+        if policy not in self._policies:
+            raise NotFoundError(f"this server has no policy {policy}")
+        return self._policies[policy]
+
+    def _logprobs(self, policy: str, data: Sequence[Datum], pack: Pack, temperature: float) -> torch.Tensor:
+        targets_N = np.array([data[d].targets[t] for d, t in zip(pack.data_N, pack.steps_N, strict=True)], np.int32)
+        with self._adapter_pass.using([policy]):
+            return self._model.logprobs(pack, targets_N, temperature)
+
+    def _arrays(self, data: Sequence[Datum], pack: Pack) -> dict[str, torch.Tensor]:
+        """The data's arrays at the pack's weighted targets, float32[N] each."""
+        names = set.intersection(*(set(data[d].arrays) for d in np.unique(pack.data_N)))
+        return {
+            name: torch.tensor(
+                [data[d].arrays[name][t] for d, t in zip(pack.data_N, pack.steps_N, strict=True)], device=self._device
+            )
+            for name in names
+        }
+
+    def _adapted_layers(self, policy: str) -> dict[str, lora.LoraLinear]:
+        """Layers that the policy adapts, by the Hugging Face name of their weight."""
+        return {
+            f"{name}.weight": layer
+            for name, layer in self._model.model.named_modules()
+            if isinstance(layer, lora.LoraLinear) and policy in layer.adapters
+        }
+
+
+def _scatter(pack: Pack, logprobs_N: torch.Tensor, out: list[FloatArray]) -> None:
+    for datum, step, logprob in zip(pack.data_N, pack.steps_N, logprobs_N.cpu().tolist(), strict=True):
+        out[datum][step] = logprob

@@ -1,0 +1,205 @@
+"""The worker: one compute thread that owns the engine and the trainer, behind a thread-safe inbox and outbox."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from opentinker.client.messages import SampleResult
+from opentinker.errors import DeadlineError, EngineError, OpenTinkerError, ServerLostError, TrainerError
+from opentinker.server.execute import execute
+from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
+from opentinker.server.state import Parts, State
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Runs commands in the order of arrival; between them, samples. All methods may be called from any thread.
+
+    `build` makes the engine and the trainer; it runs in the compute thread, because both keep per-thread state.
+    """
+
+    def __init__(self, build: Callable[[], Parts]) -> None:
+        self._build = build
+        self._changed = threading.Condition()
+        self._inbox: deque[Work] = deque()
+        self._outbox: list[Completion] = []
+        self._running: dict[str, SampleWork] = {}
+        self._ready = threading.Event()
+        self._stopping = False
+        self._ended = False
+        self._error: BaseException | None = None
+        self._state: State
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+
+    def start(self, timeout_s: float = 600.0) -> Parts:
+        """Build, and return what was built when work is accepted.
+
+        Raises:
+            DeadlineError: it took longer than `timeout_s`.
+            Whatever `build` raises.
+        """
+        self._thread.start()
+        if not self._ready.wait(timeout_s):
+            raise DeadlineError(f"the engine and the trainer did not load within {timeout_s:.0f} s")
+        if self._error is not None:
+            raise self._error
+        return self._state.parts
+
+    def submit(self, work: Sequence[Work]) -> None:
+        """Queue work.
+
+        Raises:
+            ServerLostError: the worker has stopped.
+        """
+        with self._changed:
+            self._check()
+            self._inbox.extend(work)
+            self._changed.notify_all()
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        """Completions since the last call; waits up to `timeout_s` for the first.
+
+        Raises:
+            ServerLostError: the worker has stopped.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._outbox or self._ended, timeout_s)
+            if not self._outbox:
+                self._check()
+            completions, self._outbox = self._outbox, []
+            return completions
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """End the compute thread after the work item or engine step in progress; idempotent.
+
+        Raises:
+            DeadlineError: it is still busy after `timeout_s`.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(f"the compute thread did not end within {timeout_s:.0f} s")
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise ServerLostError(f"the server's worker failed: {self._error!r}")
+        if self._stopping:
+            raise ServerLostError("the server's worker was stopped")
+
+    def _run(self) -> None:
+        # OMP_NUM_THREADS is this process's share of the cores, if whoever started it gave it one.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+        try:
+            parts = self._build()
+        except BaseException as error:
+            self._error = error
+            self._ready.set()
+            return
+        self._state = State(parts, pump=self._step)
+        self._ready.set()
+        try:
+            while not self._stopping:
+                self._advance()
+        except BaseException as error:
+            log.exception("compute thread failed")
+            self._error = error
+        finally:
+            parts.engine.close()
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _advance(self) -> None:
+        """Wait for something to do, and do one thing."""
+        with self._changed:
+            idle = not self._running
+            if idle:
+                self._changed.wait_for(lambda: self._inbox or self._stopping)
+            work = self._inbox.popleft() if self._inbox and not self._stopping else None
+        if isinstance(work, SampleWork):
+            self._add(work)
+        elif work is not None:
+            self._execute(work)
+        elif not self._stopping:
+            self._step()
+
+    def _add(self, work: SampleWork) -> None:
+        try:
+            self._state.hosted(work.policy)
+            if self._state.fault is not None:
+                raise self._state.fault
+            # Request ids are unique within a policy; operation ids within the server.
+            self._state.parts.engine.add(dataclasses.replace(work.request, request_id=work.operation))
+        except Exception as error:
+            self._fail([work.operation], _explained(error, EngineError, "the engine refused a request"))
+        else:
+            self._running[work.operation] = work
+
+    def _execute(self, work: CommandWork) -> None:
+        try:
+            result = execute(self._state, work)
+        except Exception as error:
+            kind = EngineError if work.command == "publish" else TrainerError
+            self._fail([work.operation], _explained(error, kind, f"{work.command} failed"))
+        else:
+            self._complete([Completion(work.operation, result)])
+        if self._state.fault is not None:
+            self._drop_running(self._state.fault)
+
+    def _step(self) -> None:
+        try:
+            results = self._state.parts.engine.step()
+        except Exception as error:
+            self._drop_running(_explained(error, EngineError, "the engine failed"))
+        else:
+            self._complete([Completion(r.request_id, self._answer(r)) for r in results])
+
+    def _answer(self, result: SampleResult) -> dict[str, Any]:
+        work = self._running.pop(result.request_id)
+        return dataclasses.replace(result, request_id=work.request.request_id).to_wire()
+
+    def _drop_running(self, error: OpenTinkerError) -> None:
+        self._fail(list(self._running), error)
+        self._running.clear()
+        self._state.parts.engine.abort_all()
+
+    def _fail(self, operations: Sequence[str], error: OpenTinkerError) -> None:
+        self._complete([Completion(operation, problem=error.to_problem()) for operation in operations])
+
+    def _complete(self, completions: Sequence[Completion]) -> None:
+        if completions:
+            with self._changed:
+                self._outbox.extend(completions)
+                self._changed.notify_all()
+
+
+def _explained(error: Exception, kind: type[OpenTinkerError], what: str) -> OpenTinkerError:
+    """Errors of ours as they are; anything else is logged and wrapped."""
+    if isinstance(error, OpenTinkerError):
+        return error
+    log.error("%s", what, exc_info=error)
+    return kind(f"{what}: {error!r}", hint="the server's log has the traceback")
+
+
+class InProcessWorker:
+    """A `WorkerClient` for a worker in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def submit(self, work: Sequence[Work]) -> None:
+        self._worker.submit(work)
+
+    async def collect(self, timeout_s: float) -> list[Completion]:
+        return await asyncio.to_thread(self._worker.collect, timeout_s)

@@ -1,0 +1,127 @@
+"""Submitted jobs, through the command line."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from e2e_tools import SLOTS, Cluster, opentinker, wait_until
+
+from opentinker.client.local import API_KEY_VARIABLE
+
+
+def submitted(cluster: Cluster, project: Path, *overrides: str) -> dict[str, Any]:
+    """Submit the project's job and give its record."""
+    result = opentinker("submit", project / "job.yaml", *overrides, "--state-dir", cluster.state_dir)
+    assert result.returncode == 0, result.stderr
+    return cluster.client.job(result.stdout.strip())
+
+
+def ended(cluster: Cluster, job_id: str, timeout_s: float = 90.0) -> dict[str, Any]:
+    wait_until(lambda: cluster.client.job(job_id)["ended_at"] is not None, timeout_s, f"{job_id} has ended")
+    return cluster.client.job(job_id)
+
+
+def all_slots_are_free(cluster: Cluster) -> bool:
+    return sum(node["free_cpu_slots"] for node in cluster.client.cluster()["nodes"]) == SLOTS
+
+
+def test_a_submitted_job_trains_an_environment_that_travelled_and_leaves_its_files(cluster: Cluster, project: Path) -> None:
+    result = opentinker("submit", project / "job.yaml", "name=mine", "--follow", "--state-dir", cluster.state_dir, cwd="/")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "mine: step 2/2" in result.stdout
+    assert "held-out exact" in result.stdout
+    job_id = result.stdout.splitlines()[0]
+    run_dir = Path(cluster.client.job(job_id)["run_dir"])
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["tokens_sampled"] > 0
+    assert summary["mismatch_kl_mean"] < 0.01
+    assert Path(summary["report"]).is_file()
+    assert any(Path(summary["checkpoint"]).iterdir())
+    kinds = [json.loads(line)["kind"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == ["evaluation", "step", "step", "evaluation"]
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["environment"]["name"] == "games.py:Echo"
+    wait_until(lambda: all_slots_are_free(cluster), 20, "the job's slot is free")
+
+    listed = opentinker("ps", "--state-dir", cluster.state_dir).stdout
+    assert job_id in listed
+    assert "COMPLETED" in listed
+    described = opentinker("describe", job_id, "--state-dir", cluster.state_dir).stdout
+    assert "max_tokens: 6" in described
+    assert "token:" not in described
+
+
+def test_logs_show_what_the_environment_printed(cluster: Cluster, project: Path) -> None:
+    (project / "words.py").write_text('print("hello from the environment")\nPROMPT = "Say something."\n')
+    job = submitted(cluster, project, "training.steps=1", "evaluation.at_start=false", "evaluation.at_end=false")
+    result = opentinker("logs", "-f", job["id"], "--state-dir", cluster.state_dir)
+    assert result.returncode == 0
+    assert "hello from the environment" in result.stdout
+    assert ended(cluster, job["id"])["state"] == "COMPLETED"
+
+
+def test_an_environment_that_always_raises_fails_the_job_with_its_own_words(cluster: Cluster, project: Path) -> None:
+    job = submitted(cluster, project, "environment.name=games.py:Raises", "evaluation.at_start=false", "training.steps=9")
+    job = ended(cluster, job["id"])
+    assert job["state"] == "FAILED"
+    assert "the answers are missing" in job["cause"]
+
+
+def test_an_environment_that_sometimes_never_returns_does_not_stall_the_job(cluster: Cluster, project: Path) -> None:
+    result = opentinker(
+        "submit",
+        project / "job.yaml",
+        "environment.name=games.py:Hangs",
+        "rollout.step_timeout_s=0.5",
+        "--follow",
+        "--state-dir",
+        cluster.state_dir,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    job = cluster.client.job(result.stdout.splitlines()[0])
+    rows = cluster.client.metrics(job["id"])["rows"]
+    assert sum(row["errors"] for row in rows) > 0
+    assert "error_timeout" in json.dumps(rows)
+
+
+def test_a_cancelled_job_returns_its_slot(cluster: Cluster, project: Path) -> None:
+    job = submitted(cluster, project, "environment.name=games.py:Slow", "training.steps=1000")
+    wait_until(lambda: bool(cluster.client.metrics(job["id"])["rows"]), 60, "the job trains")
+    result = opentinker("cancel", job["id"], "--state-dir", cluster.state_dir)
+    assert result.stdout.split() == [job["id"], "CANCELLED"]
+    wait_until(lambda: all_slots_are_free(cluster), 20, "the job's slot is free")
+
+
+def test_a_server_killed_while_training_fails_the_job_with_the_cause_and_returns_the_slot(
+    cluster: Cluster, project: Path
+) -> None:
+    job = submitted(cluster, project, "environment.name=games.py:Slow", "training.steps=1000")
+    wait_until(lambda: bool(cluster.client.metrics(job["id"])["rows"]), 60, "the job trains")
+    os.kill(cluster.client.job(job["id"])["server"]["pid"], signal.SIGKILL)
+    killed = time.monotonic()
+    job = ended(cluster, job["id"], 30)
+    assert time.monotonic() - killed < 20
+    assert job["state"] == "FAILED"
+    assert "server" in job["cause"] or "worker" in job["cause"]
+    wait_until(lambda: all_slots_are_free(cluster), 20, "the job's slot is free")
+
+
+def test_an_unknown_model_is_refused_before_anything_starts(cluster: Cluster, project: Path) -> None:
+    result = opentinker("submit", project / "job.yaml", "base_model=smollm3-13b", "--state-dir", cluster.state_dir)
+    assert result.returncode == 1
+    assert "smollm3-13b" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("key", ["wrong", "ot-0000"])
+def test_a_wrong_key_gets_nothing(cluster: Cluster, key: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
+    result = opentinker("ps", "--url", cluster.url, "--key", key, env=env)
+    assert result.returncode == 1
+    assert "key" in result.stderr
+    assert "job-" not in result.stdout + result.stderr

@@ -1,0 +1,113 @@
+"""Real processes that do trivial things in the place of a server and a driver: the scheduler cannot tell the difference.
+
+What a server does is told by its base model's name, what a driver does by its environment's.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from opentinker.errors import EngineError, EnvironmentLoadError, ServerLostError, UnknownModelError
+
+MODELS = ("fine", "slow", "hangs", "broken", "crashes", "bears-a-child", "deaf")
+
+
+class NotPicklableError(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class WorkerProcess:
+    def __init__(self, config: dict[str, Any], lora: dict[str, Any] | None, checkpoint_root: str) -> None:
+        self.model = config["base_model"]
+
+    def start(self) -> dict[str, Any]:
+        match self.model:
+            case "slow":
+                time.sleep(1.0)
+            case "hangs":
+                time.sleep(1000.0)
+            case "broken":
+                raise EngineError("the model does not fit", hint="use a smaller one")
+            case "crashes":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "bears-a-child":
+                subprocess.Popen(["sleep", "1000"])
+        return {"threads": os.environ["OMP_NUM_THREADS"]}
+
+    def describe(self) -> dict[str, Any]:
+        return {"pid": os.getpid()}
+
+    def stop(self) -> None:
+        if self.model == "deaf":
+            time.sleep(1000.0)
+
+
+class FrontProcess:
+    def __init__(self, worker_handle: Any, tokens: dict[str, str], host: str) -> None:
+        self.tokens = tokens
+        self.calls: list[str] = []
+
+    async def start(self) -> dict[str, Any]:
+        return {"endpoint": "http://127.0.0.1:1", "pid": os.getpid()}
+
+    async def attach(self, info: dict[str, Any]) -> None:
+        assert info["threads"]
+        self.calls.append("attach")
+
+    async def create_policy(self, policy: str, spec: dict[str, Any]) -> None:
+        assert self.calls == ["attach"]
+        assert policy in self.tokens
+        self.calls.append("create")
+
+    async def health(self) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"ok": True, "cause": ""}
+
+    async def stop(self) -> None:
+        return
+
+
+def check_model(name: str) -> None:
+    if name not in MODELS:
+        raise UnknownModelError(f"unknown base model '{name}'")
+
+
+def drive(
+    config: dict[str, Any], *, endpoint: str, token: str, policy: str, run_dir: str, code_dir: str | None
+) -> dict[str, Any]:
+    print("the driver is at work")
+    logging.getLogger("drive").info("a log line")
+    Path(run_dir, "metrics.jsonl").write_text('{"step": 1, "reward": NaN}\n{"step": 2}\n')
+    match config["environment"]["name"]:
+        case "raises":
+            raise EnvironmentLoadError("no such environment", hint="look\nagain")
+        case "raises-oddly":
+            raise NotPicklableError("two", "arguments")
+        case "exits":
+            raise SystemExit(3)
+        case "waits":
+            time.sleep(1000.0)
+        case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "loses-its-server":
+            os.kill(_read_pid(Path(run_dir, "worker_pid")), signal.SIGKILL)
+            raise ServerLostError("the connection was refused")
+        case "reads-its-code":
+            assert code_dir is not None
+            print(Path(code_dir, "pkg/mine.py").read_text())
+    return {"endpoint": endpoint}
+
+
+def _read_pid(path: Path) -> int:
+    """Wait for the test to write it."""
+    deadline = time.monotonic() + 10.0
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return int(path.read_text())

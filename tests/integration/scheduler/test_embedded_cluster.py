@@ -1,0 +1,97 @@
+"""Starting and stopping a cluster: nothing is left, whatever ends it."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from opentinker.scheduler.state_dir import StateDir
+
+SCRIPT = """if True:
+    import json, sys
+    from pathlib import Path
+    from opentinker.scheduler.cluster import EmbeddedCluster
+    folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
+    with EmbeddedCluster.start(folder / "state", folder / "runs", port=0, settings=settings) as cluster:
+        print(cluster.url, flush=True)
+        sys.stdin.read()
+    print("stopped", flush=True)
+"""
+
+
+def processes_with(marker: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("OPENTINKER_RUN") == marker and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("ending", ["stop", "kill -9"])
+def test_no_process_is_left_of_a_cluster_with_a_running_job(
+    tmp_path: Path, run_marker: str, settings: dict[str, object], ending: str
+) -> None:
+    marker = f"{run_marker}-{ending}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), json.dumps(settings)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OPENTINKER_RUN": marker},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    state = StateDir(tmp_path / "state")
+    record = state.running()
+    assert record is not None
+    assert (record["url"], record["pid"]) == (url, process.pid)
+    key = Path(record["key_path"]).read_text()
+    assert stat.S_IMODE(Path(record["key_path"]).stat().st_mode) == 0o600
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=30.0) as http:
+        config = {"kind": "rl", "base_model": "bears-a-child", "environment": {"name": "waits"}}
+        job = http.post("/v1/jobs", json={"config": config}).json()
+        while job["state"] in ("QUEUED", "STARTING"):
+            job = http.get(f"/v1/jobs/{job['id']}", params={"state": job["state"], "wait_s": 10}).json()
+        assert job["state"] == "RUNNING"
+    assert len(processes_with(marker)) > 5
+    if ending == "stop":
+        output, errors = process.communicate("", timeout=60.0)
+        assert output == "stopped\n"
+        assert errors == ""
+        assert not state.cluster.exists()
+    else:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=10.0)
+    deadline = time.monotonic() + 15.0
+    while left := processes_with(marker):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    assert state.running() is None
+
+
+def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path) -> None:
+    from opentinker.errors import ConfigError
+    from opentinker.scheduler.cluster import EmbeddedCluster
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        started = time.monotonic()
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use") as caught:
+            EmbeddedCluster.start(tmp_path / "state", tmp_path / "runs", port=port)
+        assert time.monotonic() - started < 2.0
+    assert "--port 0" in caught.value.hint
+    assert StateDir(tmp_path / "state").running() is None

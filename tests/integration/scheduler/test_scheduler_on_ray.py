@@ -1,0 +1,224 @@
+"""The scheduler's promises on a real Ray cluster: real processes, real kills."""
+
+import base64
+import hashlib
+import io
+import os
+import signal
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from opentinker.scheduler.processes import processes_of
+
+CAUSE = "died (killed, out of memory, or crashed)"
+
+
+def pids_of(job: dict[str, Any]) -> list[int]:
+    return [process.pid for process in processes_of(job["id"])]
+
+
+def test_a_server_carries_its_jobs_marker_and_complete_leaves_no_process(api: Any) -> None:
+    started = time.monotonic()
+    job = api.wait(api.interactive("bears-a-child"), "RUNNING")
+    assert time.monotonic() - started < 10.0
+    pids = pids_of(job)
+    assert {job["server"]["pid"], job["server"]["front_pid"]} < set(pids)
+    assert len(pids) == 3
+    assert api.free_slots() == 1
+    job = api.post(f"/v1/jobs/{job['id']}/complete")
+    assert (job["state"], job["server"]) == ("COMPLETED", None)
+    assert pids_of(job) == []
+    assert api.free_slots() == 2
+
+
+def test_a_worker_killed_with_kill_9_fails_the_job_within_seconds(api: Any) -> None:
+    job = api.wait(api.interactive(), "RUNNING")
+    pid = job["server"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    job = api.wait(job, "FAILED", timeout_s=5.0)
+    assert job["cause"] == f"the server's worker process (pid {pid}) {CAUSE}"
+    api.wait_free(2)
+    assert pids_of(job) == []
+
+
+def test_a_front_killed_with_kill_9_fails_the_job_too(api: Any) -> None:
+    job = api.wait(api.interactive(), "RUNNING")
+    pid = job["server"]["front_pid"]
+    os.kill(pid, signal.SIGKILL)
+    job = api.wait(job, "FAILED", timeout_s=5.0)
+    assert job["cause"] == f"the server's front process (pid {pid}) {CAUSE}"
+    api.wait_free(2)
+
+
+def test_killing_the_server_under_a_driver_fails_the_job_with_the_servers_death(api: Any) -> None:
+    job = api.wait(api.rl("loses-its-server"), "RUNNING")
+    Path(job["run_dir"], "worker_pid").write_text(str(job["server"]["pid"]))
+    job = api.wait(job, "FAILED", timeout_s=10.0)
+    assert job["cause"].startswith("the server's worker process")
+    api.wait_free(2)
+    assert pids_of(job) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [("broken", "the model does not fit (use a smaller one)"), ("crashes", "died while starting")],
+)
+def test_a_server_that_does_not_start_fails_the_job_with_the_cause(api: Any, model: str, cause: str) -> None:
+    job = api.wait(api.interactive(model), "FAILED")
+    assert cause in job["cause"]
+    api.wait_free(2)
+    assert pids_of(job) == []
+
+
+def test_cancel_while_starting_leaves_nothing(api: Any) -> None:
+    job = api.wait(api.interactive("hangs"), "STARTING")
+    deadline = time.monotonic() + 10.0
+    while len(pids_of(job)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job = api.post(f"/v1/jobs/{job['id']}/cancel")
+    assert job["state"] == "CANCELLED"
+    assert pids_of(job) == []
+    assert api.free_slots() == 2
+
+
+def test_cancel_before_the_first_process_is_up_leaves_nothing(api: Any) -> None:
+    job = api.wait(api.interactive("hangs"), "STARTING")
+    job = api.post(f"/v1/jobs/{job['id']}/cancel")
+    assert api.free_slots() == 2
+    time.sleep(1.5)  # longer than a process takes to come up
+    assert pids_of(job) == []
+
+
+def test_a_server_that_does_not_stop_by_itself_is_killed(api: Any) -> None:
+    job = api.wait(api.interactive("deaf"), "RUNNING")
+    started = time.monotonic()
+    job = api.post(f"/v1/jobs/{job['id']}/cancel")
+    assert time.monotonic() - started < 5.0
+    assert pids_of(job) == []
+
+
+def test_a_job_that_does_not_fit_waits_and_starts_when_a_slot_is_back(api: Any) -> None:
+    first, second = (api.wait(api.rl("waits"), "RUNNING") for _ in range(2))
+    third, fourth = api.rl(), api.rl()
+    assert api.get(f"/v1/jobs/{third['id']}", state="STARTING", wait_s=1)["waiting_for"] == "1 CPU slot: no CPU slots free"
+    assert api.get(f"/v1/jobs/{fourth['id']}")["waiting_for"] == "its turn: 1 job ahead in the queue"
+    assert api.post(f"/v1/jobs/{fourth['id']}/cancel")["state"] == "CANCELLED"
+    api.post(f"/v1/jobs/{first['id']}/cancel")
+    api.wait(third, "COMPLETED")
+    assert api.get(f"/v1/jobs/{second['id']}")["state"] == "RUNNING"
+
+
+def test_a_client_that_vanishes_loses_its_lease_and_its_resources(api: Any, lease_s: float) -> None:
+    job = api.wait(api.interactive(), "RUNNING")
+    for _ in range(3):
+        time.sleep(lease_s / 2)
+        assert api.post(f"/v1/jobs/{job['id']}/heartbeat")["state"] == "RUNNING"
+    job = api.wait(job, "CANCELLED", timeout_s=lease_s + 3.0)
+    assert job["cause"] == f"lease expired: no heartbeat for {lease_s:g} s"
+    api.wait_free(2)
+    assert pids_of(job) == []
+
+
+def test_a_driver_writes_its_log_and_metrics_and_completes_its_job(api: Any) -> None:
+    job = api.wait(api.rl(), "COMPLETED", "FAILED")
+    assert (job["state"], job["cause"]) == ("COMPLETED", "")
+    api.wait_free(2)
+    logs = api.get(f"/v1/jobs/{job['id']}/logs")
+    assert "the driver is at work\n" in logs["text"]
+    assert f"level=INFO job={job['id']} logger=drive a log line" in logs["text"]
+    assert logs["finished"]
+    assert api.get(f"/v1/jobs/{job['id']}/logs", offset=logs["offset"])["text"] == ""
+    metrics = api.get(f"/v1/jobs/{job['id']}/metrics")
+    assert metrics["rows"] == [{"step": 1, "reward": None}, {"step": 2}]
+    assert metrics["finished"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "cause"),
+    [
+        ("raises", "no such environment (look again)"),
+        ("raises-oddly", "the driver failed: NotPicklableError: two arguments"),
+        ("exits", "the driver failed: SystemExit: 3"),
+        ("dies", "the driver process"),
+    ],
+)
+def test_a_driver_that_fails_fails_its_job_with_one_line(api: Any, environment: str, cause: str) -> None:
+    job = api.wait(api.rl(environment), "COMPLETED", "FAILED")
+    assert job["state"] == "FAILED"
+    assert job["cause"].startswith(cause)
+    assert "\n" not in job["cause"]
+    api.wait_free(2)
+    assert pids_of(job) == []
+    if environment.startswith("raises"):
+        assert "Traceback" in api.get(f"/v1/jobs/{job['id']}/logs")["text"]
+
+
+def test_the_users_code_travels_with_the_job(api: Any) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("pkg/mine.py", "my own code")
+    content = buffer.getvalue()
+    code = {"zip": base64.b64encode(content).decode(), "sha256": hashlib.sha256(content).hexdigest()}
+    job = api.wait(api.rl("reads-its-code", code=code), "COMPLETED", "FAILED")
+    assert job["state"] == "COMPLETED", job["cause"]
+    assert "my own code" in api.get(f"/v1/jobs/{job['id']}/logs")["text"]
+
+
+def test_errors_keep_their_type_across_the_actor(api: Any) -> None:
+    for config, code in (
+        ({"kind": "interactive", "base_model": "unheard-of"}, "unknown_model"),
+        ({"kind": "interactive", "base_model": "fine", "resources": {"gpus": 64}}, "invalid_config"),
+        ({"kind": "interactive", "base_modle": "fine"}, "invalid_config"),
+    ):
+        response = api.http.post("/v1/jobs", json={"config": config})
+        assert (response.status_code, response.json()["code"]) == (400, code)
+    assert api.http.get("/v1/jobs/job-0").status_code == 404
+    assert api.http.get("/v1/jobs", headers={"Authorization": "Bearer ot-wrong"}).status_code == 401
+
+
+def test_a_lost_answer_can_be_asked_for_again(api: Any) -> None:
+    first, second = (api.rl("waits", idempotency_key="once") for _ in range(2))
+    assert first["id"] == second["id"]
+
+
+def test_no_key_is_in_any_command_line_environment_or_log(cluster: Any, api: Any, run_marker: str) -> None:
+    job = api.wait(api.interactive(), "RUNNING")
+    secrets = [cluster.key_path.read_text(), job["server"]["token"]]
+    seen = 0
+    for process in psutil.process_iter():
+        try:
+            environment, arguments = process.environ(), process.cmdline()
+        except psutil.Error:
+            continue
+        if environment.get("OPENTINKER_RUN") == run_marker:
+            seen += 1
+            assert not any(secret in text for secret in secrets for text in [*arguments, *environment.values()])
+    assert seen > 4
+    logs = [path for path in Path("/tmp").glob("ot-*/session_*/logs/*") if path.is_file()]
+    assert logs
+    assert not any(secret in path.read_text(errors="replace") for secret in secrets for path in logs)
+
+
+def test_a_scheduler_that_crashes_comes_back_and_says_so(cluster: Any, api: Any) -> None:
+    running = api.wait(api.interactive(), "RUNNING")
+    (scheduler,) = [p for p in psutil.process_iter() if p.name().startswith("ray::Scheduler") and _is_of(p, os.getpid())]
+    scheduler.kill()
+    deadline = time.monotonic() + 20.0
+    while (response := api.http.get(f"/v1/jobs/{running['id']}")).status_code == 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    job = response.json()
+    assert (job["state"], job["cause"]) == ("FAILED", "the scheduler restarted")
+    api.wait_free(2)
+    assert pids_of(job) == []
+    assert api.wait(api.rl(), "COMPLETED", "FAILED")["state"] == "COMPLETED"
+
+
+def _is_of(process: psutil.Process, ancestor: int) -> bool:
+    return ancestor in [parent.pid for parent in process.parents()]

@@ -1,0 +1,149 @@
+"""What only the vLLM engine does: serving adapters, and living in a thread beside others."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opentinker.client.messages import Sample, SampleRequest, SamplingParams, TokenChunk
+from opentinker.config.job import EngineConfig, LoraConfig
+from opentinker.errors import EngineError, WeightSyncError
+from opentinker.server.digest import tensor_digest
+from opentinker.server.engine.base import LoraTensors
+from opentinker.server.engine.select import create_engine
+from opentinker.server.engine.vllm_engine import VllmEngine
+
+RANK, ALPHA = 4, 12.0
+PROMPT = np.arange(20, 60, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir: Path) -> Iterator[VllmEngine]:
+    config = EngineConfig(kind="vllm", max_model_len=128, max_num_seqs=4, cache_gib=0.02, lora_serving="adapter")
+    engine = create_engine(tiny_model_dir, config, "float32", lora=LoraConfig(rank=RANK, alpha=ALPHA), stop_token_ids=(2,))
+    assert isinstance(engine, VllmEngine)
+    yield engine
+    engine.close()
+
+
+def adapted(tiny_model_dir: Path, seed: int) -> tuple[Any, LoraTensors]:
+    """A PEFT model whose adapter does something, and the adapter as an engine gets it."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    model: Any = get_peft_model(base, PeftConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    targets = tuple(sorted(model.peft_config["default"].target_modules))
+    return model.eval(), LoraTensors(RANK, ALPHA, targets, get_peft_model_state_dict(model))
+
+
+def sample(engine: VllmEngine, seed: int = 0) -> Sample:
+    engine.add(SampleRequest("a", (TokenChunk(PROMPT),), SamplingParams(max_tokens=16, seed=seed)))
+    while engine.has_unfinished():
+        for result in engine.step():
+            return result.samples[0]
+    raise AssertionError("no result")
+
+
+@torch.inference_mode()
+def expected_logprobs(model: Any, found: Sample) -> np.ndarray:
+    ids = torch.from_numpy(np.concatenate([PROMPT, found.tokens]).astype(np.int64))
+    logprobs = model(input_ids=ids[None]).logits[0].log_softmax(-1)[len(PROMPT) - 1 : -1]
+    return logprobs.gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
+
+
+def test_a_served_adapter_samples_like_peft_and_each_version_replaces_the_last(
+    engine: VllmEngine, tiny_model_dir: Path
+) -> None:
+    for version in (1, 2, 3):
+        model, adapter = adapted(tiny_model_dir, seed=version)
+        ack = engine.update_adapter(adapter, version)
+        assert ack.missing == frozenset()
+        assert ack.digests == {name: tensor_digest(tensor) for name, tensor in adapter.tensors.items()}
+        found = sample(engine)
+        assert found.versions == ((version, len(found.tokens)),)
+        np.testing.assert_allclose(found.logprobs, expected_logprobs(model, found), atol=1e-3)
+        base = model.get_base_model()
+        with model.disable_adapter():
+            assert np.abs(expected_logprobs(base, found) - found.logprobs).max() > 0.05
+
+
+def test_an_adapter_whose_tensors_change_afterwards_is_served_as_it_was(engine: VllmEngine, tiny_model_dir: Path) -> None:
+    model, adapter = adapted(tiny_model_dir, seed=4)
+    engine.update_adapter(LoraTensors(RANK, ALPHA, adapter.target_modules, tensors := dict(adapter.tensors)), 4)
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.zero_()
+    found = sample(engine)
+    for name, tensor in tensors.items():
+        tensor.copy_(kept[name])
+    np.testing.assert_allclose(found.logprobs, expected_logprobs(model, found), atol=1e-3)
+
+
+def test_adapter_tensors_without_a_home_are_reported_missing(engine: VllmEngine, tiny_model_dir: Path) -> None:
+    _, adapter = adapted(tiny_model_dir, seed=5)
+    stray = "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"
+    tensors = {**adapter.tensors, stray: torch.zeros(RANK, 64), stray.replace("lora_A", "lora_B"): torch.zeros(128, RANK)}
+    ack = engine.update_adapter(LoraTensors(RANK, ALPHA, adapter.target_modules, tensors), 5)
+    assert ack.missing == {stray, stray.replace("lora_A", "lora_B")}
+
+
+def test_an_adapter_of_too_high_a_rank_is_refused(engine: VllmEngine, tiny_model_dir: Path) -> None:
+    _, adapter = adapted(tiny_model_dir, seed=5)
+    with pytest.raises(WeightSyncError, match="rank"):
+        engine.update_adapter(LoraTensors(64, ALPHA, adapter.target_modules, adapter.tensors), 6)
+
+
+def test_base_weights_can_be_replaced_under_adapter_serving(engine: VllmEngine, tiny_model_dir: Path) -> None:
+    model, adapter = adapted(tiny_model_dir, seed=6)
+    base = model.get_base_model()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name:
+                parameter += 0.03
+    names = {n.replace(".base_layer.", "."): t for n, t in base.state_dict().items() if "lora_" not in n}
+    ack = engine.update_weights(names.items(), 7)
+    assert ack.missing == frozenset()
+    found = sample(engine)
+    with model.disable_adapter():
+        np.testing.assert_allclose(found.logprobs, expected_logprobs(model, found), atol=1e-3)
+    engine.update_adapter(adapter, 8)
+    found = sample(engine)
+    np.testing.assert_allclose(found.logprobs, expected_logprobs(model, found), atol=1e-3)
+
+
+def test_an_engine_works_in_a_thread_of_its_own_and_after_another_was_closed(engine: VllmEngine, tiny_model_dir: Path) -> None:
+    engine.close()
+    engine.close()
+    config = EngineConfig(kind="vllm", max_model_len=128, max_num_seqs=64, cache_gib=0.02)
+
+    def life() -> int:
+        own = create_engine(tiny_model_dir, config, "float32", lora=None, stop_token_ids=(2,))
+        # More prompt tokens than one pass takes: seeded requests must survive the split.
+        for i in range(60):
+            own.add(SampleRequest(str(i), (TokenChunk(np.full(100, 5 + i, np.int32)),), SamplingParams(max_tokens=4, seed=i)))
+        finished = 0
+        while own.has_unfinished():
+            finished += len(own.step())
+        own.close()
+        return finished
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(life).result(timeout=120) == 60
+
+
+def test_a_cache_too_small_for_the_context_is_a_clear_error(tiny_model_dir: Path) -> None:
+    config = EngineConfig(kind="vllm", max_model_len=512, cache_gib=0.00001)
+    with pytest.raises(EngineError, match="vLLM cannot start") as caught:
+        create_engine(tiny_model_dir, config, "float32", lora=None, stop_token_ids=(2,))
+    assert "engine.cache_gib" in caught.value.hint

@@ -1,0 +1,392 @@
+"""The whole job server on a tiny model: client, HTTP front, worker, a real engine and a real trainer."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, SamplingParams, TokenChunk
+from opentinker.client.policy import PolicyClient
+from opentinker.config.job import EngineConfig, LoraConfig, ServerConfig, TrainerConfig
+from opentinker.errors import (
+    ConflictError,
+    EngineError,
+    InvalidRequestError,
+    NotFoundError,
+    ServerLostError,
+    TrainerError,
+    WeightSyncError,
+)
+from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
+from opentinker.server.front import create_app
+from opentinker.server.listener import Listener
+from opentinker.server.loading import load_parts, server_info
+from opentinker.server.state import Parts
+from opentinker.server.worker import InProcessWorker, Worker
+
+PROMPT = [5, 6, 7, 8]
+REWARDED = [11, 12, 13, 14]
+LORA = LoraConfig(rank=8)
+FAST = AdamParams(learning_rate=3e-3)
+
+
+@dataclass
+class Server:
+    client: PolicyClient
+    worker: Worker
+    parts: Parts
+    endpoint: str
+
+    async def logprobs(self) -> FloatArray:
+        """The trainer's logprobs of the rewarded tokens."""
+        return (await self.client.forward([datum()]))[0][-len(REWARDED) :]
+
+    async def engine_logprobs(self) -> FloatArray:
+        """The engine's."""
+        result = await self.client.sample(PROMPT + REWARDED, SamplingParams(max_tokens=1), prompt_logprobs=True)
+        assert result.prompt_logprobs is not None
+        return result.prompt_logprobs[-len(REWARDED) :]
+
+
+def datum(advantage: float = 1.0) -> Datum:
+    tokens = np.asarray(PROMPT + REWARDED, np.int32)
+    weights = np.asarray([0.0] * (len(PROMPT) - 1) + [1.0] * len(REWARDED), np.float32)
+    behaviour = np.full(len(weights), -6.0, np.float32) * weights
+    arrays = {"weights": weights, "advantages": advantage * weights, "behaviour_logprobs": behaviour}
+    return Datum((TokenChunk(tokens[:-1]),), tokens[1:], arrays)
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+@asynccontextmanager
+async def serving(
+    model_dir: Path,
+    checkpoints: Path,
+    *,
+    kind: str = "transformers",
+    lora: LoraConfig | None = None,
+    create: bool = True,
+    change: Callable[[Parts], Parts] = lambda parts: parts,
+) -> AsyncIterator[Server]:
+    config = ServerConfig(
+        base_model=str(model_dir),
+        engine=EngineConfig.model_validate({"kind": kind, "max_model_len": 256, "max_num_seqs": 16, "cache_gib": 0.1}),
+        trainer=TrainerConfig(dtype="float32"),
+    )
+    worker = Worker(lambda: change(load_parts(model_dir, config, lora, checkpoints)))
+    parts = await asyncio.to_thread(worker.start)
+    listener = Listener(
+        create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts)), "127.0.0.1"
+    )
+    endpoint = await listener.start()
+    client = PolicyClient(endpoint, "secret", "p")
+    try:
+        if create:
+            await client.command("create", {"lora": None if lora is None else lora.model_dump()})
+        yield Server(client, worker, parts, endpoint)
+    finally:
+        await client.close()
+        await listener.stop()
+        await asyncio.to_thread(worker.stop)
+
+
+@pytest.fixture
+async def server(tiny_model_dir: Path, tmp_path: Path) -> AsyncIterator[Server]:
+    async with serving(tiny_model_dir, tmp_path) as server:
+        yield server
+
+
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+async def test_training_raises_the_logprob_of_rewarded_tokens_and_the_engine_follows(
+    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None
+) -> None:
+    async with serving(tiny_model_dir, tmp_path, kind=kind, lora=lora) as server:
+        before = await server.logprobs()
+        np.testing.assert_allclose(await server.engine_logprobs(), before, atol=0.02)
+        for step in range(4):
+            result = await server.client.train_step(
+                [datum(), datum()], [Minibatch(indices=(0, 1), factor=0.5)], LossConfig(name="importance_sampling"), FAST
+            )
+            assert result["version"] == step + 1
+            assert result["minibatches"][0]["grad_norm"] > 0
+            assert result["publish"]["changed"]
+            assert result["publish"]["drift"] < 0.02
+            assert result["publish"]["parameters"] > 10
+        after = await server.logprobs()
+        assert after.sum() > before.sum() + 0.5
+        np.testing.assert_allclose(await server.engine_logprobs(), after, atol=0.02)
+        sample = (await server.client.sample(PROMPT, SamplingParams(max_tokens=4))).samples[0]
+        assert sample.versions == ((4, len(sample.tokens)),)
+        assert (await server.client.state())["version"] == 4
+
+
+async def test_everything_works_in_json_by_plain_http(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.endpoint, headers={"Authorization": "Bearer secret"}, timeout=60) as http:
+        info = (await http.get("/v1/info")).json()
+        assert info["vocab_size"] == 512
+        assert info["stop_token_ids"]
+        assert "tokenizer.json" in (await http.get("/v1/tokenizer")).json()["files"]
+        sampled = await http.post(
+            "/v1/policies/p/sample?wait_s=30", json={"request_id": "r", "prompt": PROMPT, "params": {"max_tokens": 3}, "n": 2}
+        )
+        result = sampled.json()["result"]
+        assert len(result["samples"]) == 2
+        assert result["params"]["max_tokens"] == 3
+        tokens = PROMPT + REWARDED
+        body = {
+            "chunks": tokens[:-1],
+            "targets": tokens[1:],
+            "weights": [0, 0, 0, 1, 1, 1, 1],
+        }
+        args = {
+            "data": [body],
+            "minibatches": [{"indices": [0]}],
+            "loss": {"name": "cross_entropy"},
+            "optimizer": {"learning_rate": 1e-3},
+            "publish": True,
+        }
+        trained = await http.post("/v1/policies/p/commands?wait_s=30", json={"seq": 1, "command": "train_step", "args": args})
+        assert trained.status_code == 200
+        assert trained.json()["result"]["version"] == 1
+
+
+async def test_a_retried_optim_step_is_applied_once(server: Server) -> None:
+    client = server.client
+    await client.forward_backward([datum()], LossConfig(name="importance_sampling"))
+    before = await server.logprobs()
+    seq = (await client.state())["next_seq"]
+    async with httpx.AsyncClient(base_url=server.endpoint, headers={"Authorization": "Bearer secret"}, timeout=60) as http:
+        body = {"seq": seq, "command": "optim_step", "args": {"learning_rate": 0.01}}
+        first = (await http.post("/v1/policies/p/commands?wait_s=30", json=body)).json()
+        fresh = PolicyClient(server.endpoint, "secret", "p")
+        once = (await fresh.forward([datum()]))[0]
+        again = (await http.post("/v1/policies/p/commands?wait_s=30", json=body)).json()
+        twice = (await fresh.forward([datum()]))[0]
+        await fresh.close()
+    assert first == again
+    assert first["result"]["grad_norm"] > 0
+    np.testing.assert_array_equal(once, twice)
+    assert not np.array_equal(once[-len(REWARDED) :], before)
+
+
+async def test_a_retried_sample_is_sampled_once(server: Server) -> None:
+    params = SamplingParams(max_tokens=20)
+    first, again, other = [
+        (await server.client.sample(PROMPT, params, request_id=request_id)).samples[0].tokens.tolist()
+        for request_id in ("a", "a", "b")
+    ]
+    assert first == again
+    assert first != other  # 20 tokens at temperature 1 do not repeat by chance
+    with pytest.raises(ConflictError):
+        await server.client.sample([9], params, request_id="a")
+
+
+def _bad_train_steps() -> dict[str, dict[str, Any]]:
+    good = datum().to_wire()
+    nan = {**good, "advantages": np.full(7, np.nan, np.float32)}
+    foreign = {**good, "targets": np.full(7, 512, np.int32)}
+    bare = {name: value for name, value in good.items() if name != "advantages"}
+    return {
+        "NaN advantages": {"data": [good, nan]},
+        "a token outside the vocabulary": {"data": [good, foreign]},
+        "an array the loss needs is missing": {"data": [good, bare]},
+        "an index out of range": {"minibatches": [{"indices": [0]}, {"indices": [2]}]},
+        "an empty minibatch": {"minibatches": [{"indices": [0]}, {"indices": []}]},
+        "an infinite factor": {"minibatches": [{"indices": [0]}, {"indices": [1], "factor": float("inf")}]},
+        "no data": {"data": []},
+        "an unknown loss": {"loss": {"name": "pppo"}},
+        "an unknown argument": {"optimiser": {}},
+        "a negative learning rate": {"optimizer": {"learning_rate": -1.0}},
+    }
+
+
+@pytest.mark.parametrize("name", list(_bad_train_steps()))
+async def test_an_invalid_train_step_trains_nothing(server: Server, name: str) -> None:
+    good = {
+        "data": [datum().to_wire()] * 2,
+        "minibatches": [{"indices": [0]}, {"indices": [1]}],
+        "loss": {"name": "ppo"},
+        "optimizer": {"learning_rate": 0.1},
+    }
+    before = await server.logprobs()
+    with pytest.raises(InvalidRequestError):
+        await server.client.command("train_step", good | _bad_train_steps()[name])
+    np.testing.assert_array_equal(await server.logprobs(), before)
+    assert (await server.client.state())["version"] == 0
+    assert (await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST))["version"] == 1
+
+
+async def test_a_publish_without_training_changes_nothing_and_says_so(server: Server) -> None:
+    before = await server.engine_logprobs()
+    result = await server.client.publish()
+    assert result["version"] == 1
+    assert not result["changed"]
+    np.testing.assert_allclose(await server.engine_logprobs(), before, atol=1e-5)
+
+
+async def test_publish_drains_or_aborts_and_resubmits(server: Server) -> None:
+    for mode, version in (("drain", 0), ("abort", 2)):
+        params = SamplingParams(max_tokens=200, stop_token_ids=())
+        running = [asyncio.create_task(server.client.sample(PROMPT, params, request_id=f"{mode}{n}")) for n in range(4)]
+        await asyncio.to_thread(wait_until, lambda: len(server.worker._running) == 4)
+        await server.client.publish(mode)
+        for number, result in enumerate(await asyncio.gather(*running)):
+            assert result.request_id == f"{mode}{number}"
+            assert [v for v, _ in result.samples[0].versions] == [version]
+    with pytest.raises(InvalidRequestError, match="continue"):
+        await server.client.publish("continue")
+
+
+async def test_save_and_load_restore_the_policy_and_publish_it(server: Server) -> None:
+    client = server.client
+    saved = await client.save("first")
+    assert saved["path"].endswith("/first")
+    assert saved["manifest"]["files"]
+    before = await server.logprobs()
+    await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+    assert not np.array_equal(await server.logprobs(), before)
+    assert (await client.load("first"))["version"] == 2
+    np.testing.assert_array_equal(await server.logprobs(), before)
+    np.testing.assert_allclose(await server.engine_logprobs(), before, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 101, 7])
+async def test_a_checkpoint_name_is_one_safe_path_component(server: Server, name: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="not a checkpoint name"):
+        await server.client.command("save", {"name": name})
+
+
+async def test_policies_begin_and_end(tiny_model_dir: Path, tmp_path: Path) -> None:
+    async with serving(tiny_model_dir, tmp_path, create=False) as server:
+        with pytest.raises(NotFoundError):
+            await server.client.sample(PROMPT, SamplingParams(max_tokens=1))
+        with pytest.raises(NotFoundError):
+            await server.client.publish()
+        await server.client.command("create", {})
+        with pytest.raises(ConflictError):
+            await server.client.command("create", {})
+        await server.client.sample(PROMPT, SamplingParams(max_tokens=1))
+        await server.client.command("delete", {})
+        with pytest.raises(NotFoundError):
+            await server.client.sample(PROMPT, SamplingParams(max_tokens=1))
+
+
+class Meddling:
+    """A real engine with a fault that a test switches on."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self.fault = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def step(self) -> Any:
+        if self.fault == "step fails":
+            self.fault = ""
+            raise RuntimeError("the device is on fire")
+        return self.engine.step()
+
+    def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
+        if self.fault == "a tensor is damaged on the way":
+            return self.engine.update_weights(((n, t * 1.01 if "layers.1.mlp" in n else t) for n, t in weights), version)
+        if self.fault == "a tensor is lost":
+            ack = self.engine.update_weights(weights, version)
+            return replace(ack, written=ack.written - {min(ack.written)})
+        if self.fault == "the engine keeps its old weights":
+            from opentinker.server.digest import tensor_digest
+
+            digests = {name: tensor_digest(tensor) for name, tensor in weights}
+            return WeightAck(digests, frozenset(digests), frozenset(digests))
+        return self.engine.update_weights(weights, version)
+
+
+@pytest.mark.parametrize("fault", ["a tensor is damaged on the way", "a tensor is lost", "the engine keeps its old weights"])
+async def test_a_publish_that_went_wrong_is_an_error_and_nothing_is_sampled_until_one_goes_right(
+    tiny_model_dir: Path, tmp_path: Path, fault: str
+) -> None:
+    meddling: list[Meddling] = []
+
+    def change(parts: Parts) -> Parts:
+        meddling.append(Meddling(parts.engine))
+        return replace(parts, engine=meddling[0])
+
+    async with serving(tiny_model_dir, tmp_path, change=change) as server:
+        client = server.client
+        meddling[0].fault = fault
+        with pytest.raises(WeightSyncError):
+            await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        assert (await client.state())["version"] == 0
+        with pytest.raises(WeightSyncError):
+            await client.sample(PROMPT, SamplingParams(max_tokens=1))
+        meddling[0].fault = ""
+        assert (await client.publish())["version"] == 2
+        await client.sample(PROMPT, SamplingParams(max_tokens=1))
+
+
+async def test_a_failing_engine_step_fails_the_running_requests_and_the_server_goes_on(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    meddling: list[Meddling] = []
+
+    def change(parts: Parts) -> Parts:
+        meddling.append(Meddling(parts.engine))
+        return replace(parts, engine=meddling[0])
+
+    async with serving(tiny_model_dir, tmp_path, change=change) as server:
+        meddling[0].fault = "step fails"
+        with pytest.raises(EngineError, match="on fire"):
+            await server.client.sample(PROMPT, SamplingParams(max_tokens=4))
+        assert len((await server.client.sample(PROMPT, SamplingParams(max_tokens=1))).samples) == 1
+
+
+async def test_an_unexpected_error_in_a_command_fails_that_command_only(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(server.parts.trainer, "optim_step", lambda *_: 1 / 0)
+        with pytest.raises(TrainerError, match="division by zero"):
+            await server.client.optim_step(FAST)
+    await server.client.publish()
+
+
+async def test_a_prompt_that_does_not_fit_is_an_error_of_its_request_only(server: Server) -> None:
+    with pytest.raises(InvalidRequestError):
+        await server.client.sample([5] * 300, SamplingParams(max_tokens=4))
+    await server.client.sample(PROMPT, SamplingParams(max_tokens=1))
+
+
+async def test_health_is_answered_while_the_worker_computes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(server.parts.trainer, "forward", lambda *_, **__: release.wait(30) and [])
+    busy = asyncio.create_task(server.client.forward([datum()]))
+    async with httpx.AsyncClient(base_url=server.endpoint) as http:
+        started = time.monotonic()
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        assert time.monotonic() - started < 5
+    release.set()
+    await busy
+
+
+async def test_losing_the_worker_is_a_typed_error_for_what_runs_and_what_comes(server: Server) -> None:
+    running = asyncio.create_task(server.client.sample(PROMPT, SamplingParams(max_tokens=250)))
+    await asyncio.to_thread(wait_until, lambda: server.worker._running)
+    await asyncio.to_thread(server.worker.stop)
+    with pytest.raises(ServerLostError):
+        await running
+    with pytest.raises(ServerLostError):
+        await server.client.publish()

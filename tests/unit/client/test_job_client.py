@@ -1,0 +1,238 @@
+"""The client against the scheduler's real HTTP API, over a scheduler that only remembers."""
+
+import asyncio
+import base64
+import io
+import socket
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from opentinker.client.client import Client
+from opentinker.client.scheduler import SchedulerClient
+from opentinker.client.sync import SyncRunner
+from opentinker.errors import (
+    AuthenticationError,
+    ConflictError,
+    DeadlineError,
+    JobFailedError,
+    NotFoundError,
+    ServerLostError,
+    UnavailableError,
+)
+from opentinker.scheduler.api import create_app
+
+KEY = "right"
+
+
+class Memory:
+    """One job at a time; tests set its state."""
+
+    def __init__(self) -> None:
+        self.job_view: dict[str, Any] = {}
+        self.next_state = "RUNNING"
+        self.endpoint = "http://127.0.0.1:9"
+        self.told: list[str] = []
+        self.heartbeats = 0
+        self.code: dict[str, str] | None = None
+        self.fail_calls = 0
+
+    async def authenticate(self, key: str) -> str:
+        if self.fail_calls:
+            self.fail_calls -= 1
+            raise UnavailableError("restarting")
+        if key != KEY:
+            raise AuthenticationError("the API key is not valid")
+        return "owner"
+
+    async def submit(self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: Any) -> dict[str, Any]:
+        assert idempotency_key
+        self.code = code
+        self.job_view = {
+            "id": "job-1",
+            "name": config.get("name", ""),
+            "state": "QUEUED",
+            "cause": "",
+            "waiting_for": "a free slot",
+            "lease_s": 0.3,
+            "config": config,
+            "server": None,
+        }
+        return self.job_view
+
+    async def jobs(self, owner: str) -> list[dict[str, Any]]:
+        return [self.job_view]
+
+    async def job(self, owner: str, job_id: str, state: str | None, wait_s: float) -> dict[str, Any]:
+        if job_id != "job-1":
+            raise NotFoundError(f"no job {job_id}")
+        if self.job_view["state"] == "QUEUED":
+            if self.next_state == "QUEUED":
+                await asyncio.sleep(min(wait_s, 0.1))
+            self.move(self.next_state)
+        return self.job_view
+
+    def move(self, state: str, cause: str = "") -> None:
+        server = {"endpoint": self.endpoint, "policy": "policy-1", "token": "t"} if state == "RUNNING" else None
+        self.job_view = {**self.job_view, "state": state, "cause": cause, "server": server}
+
+    async def heartbeat(self, owner: str, job_id: str) -> dict[str, Any]:
+        self.heartbeats += 1
+        return self.job_view
+
+    async def complete(self, owner: str, job_id: str) -> dict[str, Any]:
+        self.told.append("complete")
+        if self.job_view["state"] == "FAILED":
+            raise ConflictError("it has failed")
+        self.move("COMPLETED")
+        return self.job_view
+
+    async def cancel(self, owner: str, job_id: str) -> dict[str, Any]:
+        self.told.append("cancel")
+        self.move("CANCELLED")
+        return self.job_view
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    monkeypatch.setattr("opentinker.client.http.ATTEMPTS", 2)  # the policies' endpoint is a dead one
+    return Memory()
+
+
+@pytest.fixture
+def url(memory: Memory) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(create_app(memory), log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(5)
+
+
+def test_a_job_runs_while_its_block_lasts_and_completes_after_it(url: str, memory: Memory) -> None:
+    with Client(url, KEY) as client:
+        with client.create_job(base_model="m", name="mine") as job:
+            assert job.state == "RUNNING"
+            assert job.server == {"endpoint": memory.endpoint, "policy": "policy-1", "token": "t"}
+        assert memory.told == ["complete"]
+        with pytest.raises(ConflictError, match="has ended"):
+            job.save("late")
+    assert memory.told == ["complete"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_an_error_in_the_block_cancels_the_job(url: str, memory: Memory, error: type[BaseException]) -> None:
+    with pytest.raises(error), Client(url, KEY) as client, client.create_job(base_model="m"):
+        raise error
+    assert memory.told == ["cancel"]
+
+
+def test_leaving_the_client_ends_jobs_that_were_left_open(url: str, memory: Memory) -> None:
+    with Client(url, KEY) as client:
+        client.create_job(base_model="m")
+    assert memory.told == ["cancel"]
+
+
+def test_the_lease_is_renewed_from_acceptance_on_and_no_longer_than_the_job(url: str, memory: Memory) -> None:
+    with Client(url, KEY) as client, client.create_job(base_model="m"):
+        time.sleep(0.5)
+        assert memory.heartbeats >= 3
+    beats = memory.heartbeats
+    time.sleep(0.3)
+    assert memory.heartbeats == beats
+
+
+def test_a_job_that_does_not_start_in_time_is_cancelled(url: str, memory: Memory) -> None:
+    memory.next_state = "QUEUED"
+    with Client(url, KEY) as client, pytest.raises(DeadlineError, match="not running after") as caught:
+        client.create_job(base_model="m", start_timeout_s=0.3)
+    assert "a free slot" in caught.value.hint
+    assert memory.told == ["cancel"]
+
+
+def test_a_job_that_fails_to_start_says_why(url: str, memory: Memory) -> None:
+    memory.next_state = "FAILED"
+    with Client(url, KEY) as client, pytest.raises(JobFailedError, match="job-1 is FAILED"):
+        client.create_job(base_model="m")
+    assert memory.told == []
+
+
+def test_a_lost_server_is_explained_by_the_scheduler(url: str, memory: Memory) -> None:
+    with Client(url, KEY) as client, client.create_job(base_model="m") as job:
+        memory.move("FAILED", "the worker was killed by signal 9")
+        with pytest.raises(ServerLostError, match="killed by signal 9"):
+            job.save("checkpoint")
+
+
+def test_a_job_that_was_cancelled_elsewhere_says_so(url: str, memory: Memory) -> None:
+    with Client(url, KEY) as client, client.create_job(base_model="m") as job:
+        memory.move("CANCELLED", "cancelled by its owner")
+        with pytest.raises(JobFailedError, match="CANCELLED: cancelled by its owner") as caught:
+            job.save("checkpoint")
+        assert not isinstance(caught.value, ServerLostError)
+
+
+def test_a_wrong_key_is_an_authentication_error(url: str) -> None:
+    client = SchedulerClient(url, "wrong")
+    with pytest.raises(AuthenticationError):
+        client.jobs()
+
+
+def test_transient_failures_are_retried(url: str, memory: Memory) -> None:
+    memory.fail_calls = 2
+    client = SchedulerClient(url, KEY)
+    assert client.submit({"base_model": "m"})["id"] == "job-1"
+    memory.fail_calls = 100
+    with pytest.raises(UnavailableError, match="restarting"):
+        client.jobs()
+
+
+def test_the_schedulers_errors_keep_their_type(url: str, memory: Memory) -> None:
+    client = SchedulerClient(url, KEY)
+    with pytest.raises(NotFoundError, match="no job job-2"):
+        client.job("job-2")
+
+
+def test_code_travels_whole(url: str, memory: Memory) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("env.py", "x = 1")
+    SchedulerClient(url, KEY).submit({"base_model": "m"}, code=buffer.getvalue())
+    assert memory.code is not None
+    assert base64.b64decode(memory.code["zip"]) == buffer.getvalue()
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "ftp://x", "nonsense"])
+def test_an_address_without_a_cluster_is_unavailable(address: str) -> None:
+    with pytest.raises(UnavailableError):
+        SchedulerClient(address, KEY).jobs()
+
+
+async def test_synchronous_calls_work_where_a_loop_already_runs_and_keep_their_own_loop() -> None:
+    loops = []
+
+    async def work() -> int:
+        loops.append(asyncio.get_running_loop())
+        return 1
+
+    runner = SyncRunner()
+    assert runner.run(work()) == 1
+    assert runner.run(work()) == 1
+    runner.close()
+    assert loops[0] is loops[1] is not asyncio.get_running_loop()
+
+
+def test_every_call_runs_on_the_same_loop() -> None:
+    async def loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    runner = SyncRunner()
+    assert runner.run(loop()) is runner.run(loop())
+    runner.close()
+    runner.close()

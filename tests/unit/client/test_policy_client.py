@@ -1,0 +1,232 @@
+"""The policy client against a real HTTP front with a scripted worker: retries, numbering, deadlines, errors."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from opentinker.client import http
+from opentinker.client.messages import AdamParams, Sample, SampleResult, SamplingParams, TokenChunk
+from opentinker.client.policy import PolicyClient
+from opentinker.errors import (
+    AuthenticationError,
+    DeadlineError,
+    InvalidRequestError,
+    ServerLostError,
+    TrainerError,
+    UnavailableError,
+)
+from opentinker.server.front import create_app
+from opentinker.server.listener import Listener
+from opentinker.server.protocol import Completion, SampleWork, Work
+
+INFO = {"base_model": "tiny", "tokenizer_files": {"tokenizer.json": b"{}"}}
+
+
+class EchoWorker:
+    """Samples the prompt back; commands answer with their arguments. `delay_s` and `problem` apply to everything."""
+
+    def __init__(self) -> None:
+        self.work: list[Work] = []
+        self.delay_s = 0.0
+        self.problem: dict[str, Any] | None = None
+        self.lost = False
+        self._done: asyncio.Queue[Completion] = asyncio.Queue()
+
+    async def submit(self, work: Sequence[Work]) -> None:
+        if self.lost:
+            raise ServerLostError("the worker died")
+        self.work += work
+        for item in work:
+            result = item.args if not isinstance(item, SampleWork) else echo(item)
+            completion = Completion(item.operation, None if self.problem else result, self.problem)
+            asyncio.get_running_loop().call_later(self.delay_s, self._done.put_nowait, completion)
+
+    async def collect(self, timeout_s: float) -> list[Completion]:
+        try:
+            return [await asyncio.wait_for(self._done.get(), timeout_s)]
+        except TimeoutError:
+            return []
+
+
+def echo(work: SampleWork) -> dict[str, Any]:
+    tokens = work.request.prompt[0].tokens
+    sample = Sample(tokens, np.zeros(len(tokens), np.float32), "stop", ((0, len(tokens)),))
+    return SampleResult(work.request.request_id, (sample,) * work.request.n, work.request.params).to_wire()
+
+
+class Flaky:
+    """Drops the connection of the first `failures` requests, after the app has (`late`) or has not seen them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.failures = 0
+        self.late = True
+        self.requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self.requests += 1
+        if self.failures == 0:
+            await self.app(scope, receive, send)
+            return
+        self.failures -= 1
+        if self.late:
+
+            async def swallow(message: Any) -> None:
+                del message
+
+            await self.app(scope, receive, swallow)
+        # Returning without an answer makes the HTTP server answer 500; a transient status stands for the broken proxy.
+        await send({"type": "http.response.start", "status": 502, "headers": []})
+        await send({"type": "http.response.body", "body": b"bad gateway"})
+
+
+Served = tuple[EchoWorker, Flaky, PolicyClient]
+Connect = Callable[[str], Awaitable[PolicyClient]]
+
+
+@pytest.fixture
+async def endpoint_and_parts() -> AsyncIterator[tuple[str, EchoWorker, Flaky]]:
+    worker = EchoWorker()
+    flaky = Flaky(create_app(worker, {"p": "token"}, INFO))
+    listener = Listener(flaky, "127.0.0.1")
+    endpoint = await listener.start()
+    yield endpoint, worker, flaky
+    await listener.stop()
+
+
+@pytest.fixture
+async def served(endpoint_and_parts: tuple[str, EchoWorker, Flaky], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.002)
+    endpoint, worker, flaky = endpoint_and_parts
+    client = PolicyClient(endpoint, "token", "p")
+    yield worker, flaky, client
+    await client.close()
+
+
+async def test_prompts_may_be_lists_arrays_or_chunks(served: Served) -> None:
+    _, _, client = served
+    for prompt in ([1, 2, 3], np.asarray([1, 2, 3]), [TokenChunk(np.asarray([1, 2, 3], np.int32))]):
+        result = await client.sample(prompt, SamplingParams(max_tokens=3), n=2)
+        assert [s.tokens.tolist() for s in result.samples] == [[1, 2, 3]] * 2
+
+
+async def test_info_tokenizer_and_state(served: Served) -> None:
+    _, _, client = served
+    assert await client.info() == {"base_model": "tiny"}
+    assert await client.tokenizer_files() == {"tokenizer.json": b"{}"}
+    assert await client.state() == {"policy": "p", "version": None, "next_seq": 0}
+
+
+@pytest.mark.parametrize("late", [True, False])
+async def test_a_command_whose_connection_breaks_is_sent_again_and_runs_once(served: Served, late: bool) -> None:
+    worker, flaky, client = served
+    await client.publish()
+    flaky.failures, flaky.late = 3, late
+    assert await client.optim_step(AdamParams(learning_rate=0.5)) == AdamParams(learning_rate=0.5).model_dump()
+    assert [w.operation for w in worker.work] == ["p:c:0", "p:c:1"]
+
+
+async def test_a_sample_whose_connection_breaks_is_sampled_once(served: Served) -> None:
+    worker, flaky, client = served
+    flaky.failures = 2
+    await client.sample([1], SamplingParams())
+    assert len(worker.work) == 1
+
+
+async def test_concurrent_commands_run_in_the_order_of_the_calls(served: Served) -> None:
+    worker, _, client = served
+    worker.delay_s = 0.05
+    await asyncio.gather(*(client.save(f"c{n}") for n in range(10)))
+    assert [w.args["name"] for w in worker.work if not isinstance(w, SampleWork)] == [f"c{n}" for n in range(10)]
+    assert (await client.state())["next_seq"] == 10
+
+
+async def test_a_second_client_goes_on_where_the_first_stopped(served: Served) -> None:
+    worker, _, client = served
+    await client.publish()
+    other = PolicyClient(client._http.endpoint, "token", "p")
+    await other.publish()
+    await other.close()
+    assert [w.operation for w in worker.work] == ["p:c:0", "p:c:1"]
+
+
+async def test_a_refused_command_uses_no_number_up(served: Served) -> None:
+    worker, _, client = served
+    with pytest.raises(InvalidRequestError, match="unknown command"):
+        await client.command("nosuch", {})
+    await client.publish()
+    assert [w.operation for w in worker.work] == ["p:c:0"]
+
+
+async def test_256_concurrent_samples_are_answered(served: Served) -> None:
+    worker, flaky, client = served
+    worker.delay_s = 0.2
+    results = await asyncio.gather(*(client.sample([n + 1], SamplingParams()) for n in range(256)))
+    assert [r.samples[0].tokens.tolist() for r in results] == [[n + 1] for n in range(256)]
+    assert flaky.requests == 256
+
+
+async def test_an_answer_that_takes_longer_than_a_poll_is_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, flaky, client = served
+    monkeypatch.setattr("opentinker.client.policy.POLL_S", 0.05)
+    worker.delay_s = 0.3
+    await client.sample([1], SamplingParams())
+    assert flaky.requests > 3
+
+
+async def test_a_deadline_is_an_error_and_a_later_retry_finds_the_answer(served: Served) -> None:
+    worker, _, client = served
+    worker.delay_s = 0.2
+    with pytest.raises(DeadlineError):
+        await client.sample([1], SamplingParams(), request_id="r", deadline_s=0.05)
+    await client.sample([1], SamplingParams(), request_id="r")
+    assert len(worker.work) == 1
+
+
+async def test_problems_of_the_server_become_their_exceptions(served: Served) -> None:
+    worker, _, client = served
+    worker.problem = TrainerError("out of memory", hint="smaller packs").to_problem()
+    with pytest.raises(TrainerError, match="out of memory") as caught:
+        await client.publish()
+    assert caught.value.hint == "smaller packs"
+
+
+async def test_a_lost_worker_is_a_typed_error(served: Served) -> None:
+    worker, _, client = served
+    worker.lost = True
+    with pytest.raises(ServerLostError, match="the worker died"):
+        await client.sample([1], SamplingParams())
+    with pytest.raises(ServerLostError):
+        await client.publish()
+
+
+async def test_a_wrong_token_is_a_typed_error(served: Served) -> None:
+    _, _, client = served
+    stranger = PolicyClient(client._http.endpoint, "wrong", "p")
+    with pytest.raises(AuthenticationError):
+        await stranger.info()
+    await stranger.close()
+
+
+async def test_an_unreachable_server_is_a_typed_error_after_bounded_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.002)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        client = PolicyClient(f"http://127.0.0.1:{closed.getsockname()[1]}", "token", "p")
+        with pytest.raises(UnavailableError, match="cannot reach"):
+            await client.info()
+        await client.close()
+
+
+async def test_something_that_is_no_server_is_a_typed_error() -> None:
+    answer = httpx.Response(404, text="<html>")
+    assert isinstance(http.error_of(answer, "http://x"), UnavailableError)

@@ -1,0 +1,150 @@
+"""A whole scheduler in this process: real store, real service, and a launcher whose servers are plain objects."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.errors import EngineError, UnknownModelError
+from opentinker.scheduler.auth import new_server_secret
+from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
+from opentinker.scheduler.placement import Node
+from opentinker.scheduler.plan import DriverOutcome
+from opentinker.scheduler.service import SchedulerService
+from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.store import SqlStore
+
+LEASE_S = 30.0
+
+
+def check_model(name: str) -> None:
+    if name == "unheard-of":
+        raise UnknownModelError(f"unknown base model '{name}'")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class LocalLauncher:
+    """Servers are entries of a dict. Tests hold starts back, kill servers, end drivers, and leave processes behind."""
+
+    def __init__(self) -> None:
+        self.cluster = [Node("n1", "here", gpus=0, cpu_slots=1)]
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.servers: dict[str, ServerSpec] = {}
+        self.drivers: dict[str, DriverSpec] = {}
+        self.faults: dict[str, str] = {}
+        self.ends: dict[str, asyncio.Future[DriverOutcome]] = {}
+        self.unkillable: list[int] = []
+        self.calls: list[str] = []
+
+    async def nodes(self) -> list[Node]:
+        return self.cluster
+
+    async def launch(self, spec: ServerSpec) -> Launched:
+        self.servers[spec.server_id] = spec
+        await self.may_start.wait()
+        if spec.config["base_model"] == "broken":
+            raise EngineError("the model does not fit")
+        return Launched("http://127.0.0.1:1", os.getpid(), os.getpid())
+
+    async def probe(self, server_id: str) -> str:
+        return self.faults.get(self.servers[server_id].job_id, "")
+
+    async def drive(self, spec: DriverSpec) -> DriverOutcome:
+        self.drivers[spec.job_id] = spec
+        self.ends[spec.job_id] = asyncio.get_running_loop().create_future()
+        return await self.ends[spec.job_id]
+
+    async def stop_driver(self, job_id: str) -> None:
+        if self.drivers.pop(job_id, None):
+            self.calls.append("stop driver")
+
+    async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
+        self.calls.append("stop server" if graceful else "kill server")
+        if not self.unkillable:
+            self.servers.pop(server_id, None)
+        return self.unkillable
+
+
+class World:
+    """A running service and the levers that move what is around it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.settings = Settings(
+            state_dir=folder,
+            runs_dir=folder / "runs",
+            lease_s=LEASE_S,
+            reconcile_s=0.01,
+            probe_s=0.01,
+            check_model=f"{__name__}:check_model",
+        )
+        self.clock = Clock()
+        self.launcher = LocalLauncher()
+        self.secret = new_server_secret()
+        self.database = folder / "scheduler.db"
+        self.store: SqlStore
+        self.service: SchedulerService
+        self._loop: asyncio.Task[None]
+
+    def boot(self) -> None:
+        """Start the scheduler; after `crash`, with the store that the earlier one left."""
+        self.store = SqlStore.open_sqlite(self.database)
+        self.service = SchedulerService(self.settings, self.store, self.launcher, self.secret, self.clock)
+        self.service.create_key()
+        self.service.recover()
+        self._loop = asyncio.get_running_loop().create_task(self.service.run())
+
+    async def crash(self) -> None:
+        self._loop.cancel()
+        await asyncio.gather(self._loop, return_exceptions=True)
+
+    async def interactive(self, base_model: str = "some-model", owner: str = "admin", **options: Any) -> dict[str, Any]:
+        return await self.service.submit(owner, {"kind": "interactive", "base_model": base_model}, **options)
+
+    async def rl(self) -> dict[str, Any]:
+        config = {"kind": "rl", "base_model": "some-model", "environment": {"name": "arithmetic"}}
+        return await self.service.submit("admin", config)
+
+    async def reach(self, job: dict[str, Any], state: str) -> dict[str, Any]:
+        """The job once it is in `state`."""
+        async with asyncio.timeout(5.0):
+            while job["state"] != state:
+                job = await self.service.job("admin", job["id"], job["state"], 5.0)
+        return job
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5.0):
+            while True:
+                if condition():
+                    return
+                await asyncio.sleep(0.005)
+
+    async def free_slots(self) -> int:
+        return sum(node["free_cpu_slots"] for node in (await self.service.cluster())["nodes"])
+
+    async def until_free(self, slots: int) -> None:
+        async with asyncio.timeout(5.0):
+            while True:
+                if await self.free_slots() == slots:
+                    return
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    # The service loads its model check by import path; this conftest is not importable by one.
+    monkeypatch.setattr("opentinker.scheduler.service.load", lambda path: check_model)
+    world = World(tmp_path)
+    world.boot()
+    yield world
+    await world.crash()

@@ -1,0 +1,122 @@
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opentinker.scheduler.placement import Allocation, Demand, Node
+from opentinker.scheduler.plan import (
+    DriverOutcome,
+    End,
+    JobView,
+    Run,
+    ServerView,
+    Snapshot,
+    Start,
+    Stop,
+    Wait,
+    plan,
+)
+from opentinker.scheduler.states import JobState, ServerState, move_job
+
+SLOT = Demand(cpu_slots=1)
+NODES = [Node("n", "n", 0, 1)]
+HELD = Allocation("n", SLOT)
+SERVER = ServerView("s", ServerState.READY, HELD, ("j",))
+
+
+def job(state: JobState, lease: float | None = None) -> JobView:
+    return JobView("j", state, SLOT, lease)
+
+
+def test_a_queued_job_starts_where_a_slot_is_free() -> None:
+    assert plan(Snapshot(0.0, NODES, [job(JobState.QUEUED)])) == [Start("j", HELD)]
+
+
+def test_a_job_runs_once_its_server_is_ready() -> None:
+    starting = replace(SERVER, state=ServerState.STARTING)
+    assert plan(Snapshot(0.0, NODES, [job(JobState.STARTING)], [starting])) == []
+    assert plan(Snapshot(0.0, NODES, [job(JobState.STARTING)], [SERVER])) == [Run("j")]
+
+
+def test_a_lease_expires_in_every_living_state() -> None:
+    for state, servers in ((JobState.QUEUED, []), (JobState.STARTING, [SERVER]), (JobState.RUNNING, [SERVER])):
+        assert plan(Snapshot(9.9, NODES, [job(state, lease=10.0)], servers))[:1] != [End]
+        (end, *_) = plan(Snapshot(10.0, NODES, [job(state, lease=10.0)], servers))
+        assert end == End("j", JobState.CANCELLED, "lease expired: no heartbeat for 30 s")
+
+
+def test_a_driver_ends_its_job() -> None:
+    running = [job(JobState.RUNNING)]
+    done = Snapshot(0.0, NODES, running, [SERVER], {"j": DriverOutcome()})
+    assert plan(done) == [End("j", JobState.COMPLETED)]
+    failed = Snapshot(0.0, NODES, running, [SERVER], {"j": DriverOutcome("no such environment")})
+    assert plan(failed) == [End("j", JobState.FAILED, "no such environment")]
+
+
+def test_the_death_of_the_server_is_the_cause_and_the_drivers_error_its_echo() -> None:
+    dead = replace(SERVER, fault="the worker died")
+    outcomes = {"j": DriverOutcome("connection refused", "unavailable")}
+    assert plan(Snapshot(0.0, NODES, [job(JobState.RUNNING)], [dead], outcomes)) == [
+        End("j", JobState.FAILED, "the worker died")
+    ]
+
+
+def test_a_driver_that_finished_has_finished_whatever_happens_to_its_server_then() -> None:
+    dead = replace(SERVER, fault="the worker died")
+    assert plan(Snapshot(0.0, NODES, [job(JobState.RUNNING)], [dead], {"j": DriverOutcome()})) == [End("j", JobState.COMPLETED)]
+
+
+def test_a_server_goes_with_the_last_job_that_uses_it() -> None:
+    shared = replace(SERVER, jobs=("i", "j"))
+    assert plan(Snapshot(0.0, NODES, [job(JobState.RUNNING)], [shared])) == []
+    assert plan(Snapshot(0.0, NODES, [], [shared])) == [Stop("s")]
+
+
+def test_a_slot_is_taken_until_its_server_is_gone() -> None:
+    stopping = ServerView("s", ServerState.STOPPING, HELD, ("earlier",))
+    assert plan(Snapshot(0.0, NODES, [job(JobState.QUEUED)], [stopping])) == [
+        Stop("s"),
+        Wait("j", "1 CPU slot: no CPU slots free"),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 10))
+def test_whatever_happens_every_job_ends_and_everything_comes_back(seed: int, slots: int, count: int) -> None:
+    """Obey the plan in a world where servers start, break and stop, and drivers end, at random."""
+    draw = random.Random(seed)
+    nodes = [Node("n", "n", 0, slots)]
+    jobs = {f"j{i}": JobView(f"j{i}", JobState.QUEUED, SLOT, draw.choice([None, 40.0])) for i in range(count)}
+    servers: dict[str, ServerView] = {}
+    outcomes: dict[str, DriverOutcome] = {}
+    started: list[str] = []
+    for now in range(1000):
+        live = [view for view in jobs.values() if not view.state.ended]
+        if not live and not servers:
+            break
+        for decision in plan(Snapshot(float(now), nodes, live, list(servers.values()), outcomes)):
+            match decision:
+                case Start(job_id, where):
+                    jobs[job_id] = replace(jobs[job_id], state=move_job(jobs[job_id].state, JobState.STARTING))
+                    servers[job_id] = ServerView(job_id, ServerState.STARTING, where, (job_id,))
+                    started.append(job_id)
+                case Run(job_id):
+                    jobs[job_id] = replace(jobs[job_id], state=move_job(jobs[job_id].state, JobState.RUNNING))
+                case End(job_id, state):
+                    jobs[job_id] = replace(jobs[job_id], state=move_job(jobs[job_id].state, state))
+                case Stop(server_id):
+                    servers[server_id] = replace(servers[server_id], state=ServerState.STOPPING)
+        assert len(servers) <= slots
+        for server in list(servers.values()):
+            if server.state is ServerState.STOPPING and draw.random() < 0.5:
+                del servers[server.id]
+            elif server.state is ServerState.STARTING and draw.random() < 0.5:
+                servers[server.id] = replace(server, state=ServerState.READY)
+            elif draw.random() < 0.05:
+                servers[server.id] = replace(server, fault="it died")
+            elif jobs[server.id].state is JobState.RUNNING and draw.random() < 0.3:
+                outcomes[server.id] = draw.choice([DriverOutcome(), DriverOutcome("it failed")])
+    assert all(view.state.ended for view in jobs.values())
+    assert not servers
+    assert started == sorted(started, key=list(jobs).index)

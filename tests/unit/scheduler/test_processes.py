@@ -1,0 +1,41 @@
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from opentinker.scheduler.processes import JOB_VARIABLE, processes_of, reap
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of job `job-x` with a child of its own, deaf to SIGTERM."""
+    script = "trap '' TERM; sleep 1000 & wait"
+    process = subprocess.Popen(["sh", "-c", script], env={**os.environ, JOB_VARIABLE: "job-x"})
+    deadline = time.monotonic() + 5
+    while len(processes_of("job-x")) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield process
+    for left in processes_of("job-x"):
+        left.kill()
+    process.wait()
+
+
+def test_a_jobs_processes_are_found_with_their_children(child: subprocess.Popen[bytes]) -> None:
+    assert child.pid in {process.pid for process in processes_of("job-x")}
+    assert processes_of("job-y") == []
+
+
+def test_what_does_not_go_by_itself_is_killed(child: subprocess.Popen[bytes]) -> None:
+    started = time.monotonic()
+    assert reap("job-x", patience_s=0.2) == []
+    assert 0.2 < time.monotonic() - started < 3.0
+    assert child.wait() == -9
+
+
+def test_nothing_to_wait_for_takes_no_time() -> None:
+    started = time.monotonic()
+    assert reap("job-without-processes", patience_s=10.0) == []
+    assert time.monotonic() - started < 2.0

@@ -1,0 +1,211 @@
+"""The scheduler's promises, with everything real but the servers."""
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError, UnknownModelError
+from opentinker.scheduler.placement import Node
+from opentinker.scheduler.plan import DriverOutcome
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+async def test_a_job_gets_a_server_and_complete_takes_it_back(world: Any) -> None:
+    job = await world.interactive()
+    assert (job["state"], job["server"]) == ("QUEUED", None)
+    job = await world.reach(job, "RUNNING")
+    server = job["server"]
+    spec = world.launcher.servers[server["id"]]
+    assert server["token"] == spec.token
+    assert server["policy"] == spec.policy_id
+    assert spec.checkpoint_root.startswith(job["run_dir"])
+    assert await world.free_slots() == 0
+    job = await world.service.complete("admin", job["id"])
+    assert (job["state"], job["cause"], job["server"]) == ("COMPLETED", "", None)
+    assert world.launcher.calls == ["stop server"]
+    assert await world.free_slots() == 1
+    assert job["created_at"] <= job["started_at"] <= job["ended_at"]
+
+
+async def test_a_token_is_shown_neither_in_the_list_nor_after_the_end(world: Any) -> None:
+    job = await world.reach(await world.interactive(), "RUNNING")
+    (listed,) = await world.service.jobs("admin")
+    assert listed["server"]["endpoint"]
+    assert "token" not in listed["server"]
+    world.launcher.unkillable = [1]
+    world.launcher.faults[job["id"]] = "it died"
+    job = await world.reach(job, "FAILED")
+    assert "token" not in job["server"]
+    world.launcher.unkillable = []
+
+
+async def test_the_second_job_waits_until_the_first_ones_processes_are_gone(world: Any) -> None:
+    first = await world.reach(await world.interactive(), "RUNNING")
+    second = await world.interactive()
+    await asyncio.sleep(0.05)
+    second = await world.service.job("admin", second["id"])
+    assert (second["state"], second["waiting_for"]) == ("QUEUED", "1 CPU slot: no CPU slots free")
+    world.launcher.unkillable = [4711]
+    world.launcher.faults[first["id"]] = "the server's worker process (pid 4711) died"
+    await world.reach(first, "FAILED")
+    await world.until(lambda: any(e.kind == "processes_left" and "4711" in e.detail for e in world.store.events(first["id"])))
+    assert (await world.service.job("admin", second["id"]))["state"] == "QUEUED"
+    world.launcher.unkillable = []
+    await world.reach(second, "RUNNING")
+
+
+async def test_cancel_works_while_queued_starting_and_running(world: Any) -> None:
+    world.launcher.may_start.clear()
+    starting = await world.reach(await world.interactive(), "STARTING")
+    assert starting["waiting_for"] == "its server to start"
+    queued = await world.interactive()
+    assert (await world.service.cancel("admin", queued["id"]))["state"] == "CANCELLED"
+    assert (await world.service.cancel("admin", starting["id"]))["state"] == "CANCELLED"
+    assert await world.free_slots() == 1
+    assert world.launcher.calls == ["kill server"]
+    world.launcher.may_start.set()
+    running = await world.reach(await world.rl(), "RUNNING")
+    await world.until(lambda: running["id"] in world.launcher.drivers)
+    cancelled = await world.service.cancel("admin", running["id"])
+    assert (cancelled["state"], cancelled["cause"]) == ("CANCELLED", "cancelled by its owner")
+    assert world.launcher.calls[1:] == ["stop driver", "stop server"]
+    assert await world.free_slots() == 1
+    assert (await world.service.cancel("admin", running["id"])) == cancelled
+
+
+async def test_a_lease_lives_by_heartbeats_and_expires_without(world: Any) -> None:
+    job = await world.reach(await world.interactive(), "RUNNING")
+    for _ in range(3):
+        world.clock.now += 29.0
+        await asyncio.sleep(0.03)
+        assert (await world.service.heartbeat("admin", job["id"]))["state"] == "RUNNING"
+    world.clock.now += 30.0
+    job = await world.reach(job, "CANCELLED")
+    assert job["cause"] == "lease expired: no heartbeat for 30 s"
+    await world.until_free(1)
+    assert (await world.service.heartbeat("admin", job["id"]))["state"] == "CANCELLED"
+
+
+async def test_a_lease_runs_while_the_job_is_queued_too(world: Any) -> None:
+    await world.reach(await world.rl(), "RUNNING")
+    queued = await world.interactive()
+    world.clock.now += 30.0
+    await world.reach(queued, "CANCELLED")
+
+
+async def test_a_submitted_job_needs_no_heartbeat_and_ends_with_its_driver(world: Any) -> None:
+    job = await world.reach(await world.rl(), "RUNNING")
+    world.clock.now += 1e6
+    await world.until(lambda: job["id"] in world.launcher.ends)
+    with pytest.raises(ConflictError):
+        await world.service.heartbeat("admin", job["id"])
+    with pytest.raises(ConflictError):
+        await world.service.complete("admin", job["id"])
+    spec = world.launcher.drivers[job["id"]]
+    assert (spec.kind, spec.endpoint, spec.code_dir) == ("rl", job["server"]["endpoint"], None)
+    world.launcher.ends[job["id"]].set_result(DriverOutcome())
+    await world.reach(job, "COMPLETED")
+    await world.until_free(1)
+
+
+async def test_a_driver_that_lost_its_server_blames_the_server(world: Any) -> None:
+    job = await world.reach(await world.rl(), "RUNNING")
+    await world.until(lambda: job["id"] in world.launcher.ends)
+    world.launcher.faults[job["id"]] = "the server's worker process (pid 7) died"
+    world.launcher.ends[job["id"]].set_result(DriverOutcome("connection refused", "unavailable"))
+    assert (await world.reach(job, "FAILED"))["cause"] == "the server's worker process (pid 7) died"
+
+
+async def test_a_server_that_does_not_start_fails_its_job_with_the_cause(world: Any) -> None:
+    job = await world.reach(await world.interactive("broken"), "FAILED")
+    assert job["cause"] == "the model does not fit"
+    await world.until_free(1)
+
+
+async def test_the_same_key_gives_the_same_job(world: Any) -> None:
+    jobs = await asyncio.gather(*(world.interactive(idempotency_key="k") for _ in range(5)))
+    assert len({job["id"] for job in jobs}) == 1
+    assert (await world.interactive())["id"] != jobs[0]["id"]
+    with pytest.raises(ConflictError, match="idempotency key"):
+        await world.interactive("another-model", idempotency_key="k")
+
+
+async def test_bad_submissions_are_refused_and_leave_nothing(world: Any) -> None:
+    with pytest.raises(UnknownModelError):
+        await world.interactive("unheard-of")
+    with pytest.raises(ConfigError, match="unknown key 'base_modell'") as caught:
+        await world.service.submit("admin", {"kind": "interactive", "base_modell": "x"})
+    assert "base_model" in caught.value.hint
+    with pytest.raises(ConfigError, match="'reinforce' is not a kind of job"):
+        await world.service.submit("admin", {"kind": "reinforce"})
+    with pytest.raises(ConfigError, match="largest node of this cluster has 0 GPUs"):
+        await world.service.submit("admin", {"kind": "interactive", "base_model": "m", "resources": {"gpus": 2}})
+    with pytest.raises(InvalidRequestError, match="damaged"):
+        await world.interactive(code={"zip": "AAAA", "sha256": "0" * 64})
+    assert await world.service.jobs("admin") == []
+    assert not world.settings.runs_dir.exists() or not os.listdir(world.settings.runs_dir)
+
+
+async def test_another_owners_job_does_not_exist(world: Any) -> None:
+    job = await world.interactive()
+    for call in ("job", "events", "heartbeat", "complete", "cancel", "logs", "metrics"):
+        with pytest.raises(NotFoundError) as theirs:
+            await getattr(world.service, call)("bob", job["id"])
+        with pytest.raises(NotFoundError) as nobodys:
+            await getattr(world.service, call)("bob", "job-0000")
+        assert str(theirs.value).replace(job["id"], "") == str(nobodys.value).replace("job-0000", "")
+    assert await world.service.jobs("bob") == []
+
+
+async def test_after_a_crash_running_jobs_have_failed_and_queued_ones_go_on(world: Any) -> None:
+    running = await world.reach(await world.interactive(), "RUNNING")
+    queued = await world.interactive()
+    await world.crash()
+    world.clock.now += 1000.0  # the time of the outage does not count against the lease
+    world.boot()
+    running = await world.service.job("admin", running["id"])
+    assert (running["state"], running["cause"]) == ("FAILED", "the scheduler restarted")
+    await world.reach(queued, "RUNNING")
+    assert world.launcher.calls == ["kill server"]
+
+
+async def test_a_fault_of_the_cluster_does_not_end_the_loop(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost() -> list[Node]:
+        raise ConnectionError("the cluster does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.launcher, "nodes", lost)
+        await asyncio.sleep(0.05)
+    await world.reach(await world.interactive(), "RUNNING")
+
+
+async def test_shutdown_ends_every_job_and_refuses_new_ones(world: Any) -> None:
+    jobs = [await world.reach(await world.interactive(), "RUNNING"), await world.interactive()]
+    assert await world.service.shutdown()
+    for job in jobs:
+        ended = await world.service.job("admin", job["id"])
+        assert (ended["state"], ended["cause"]) == ("CANCELLED", "the cluster was stopped")
+    assert world.launcher.servers == {}
+    with pytest.raises(ConflictError):
+        await world.interactive()
+
+
+async def test_the_events_tell_a_jobs_story(world: Any) -> None:
+    job = await world.reach(await world.interactive(), "RUNNING")
+    await world.service.complete("admin", job["id"])
+    kinds = [event["kind"] for event in await world.service.events("admin", job["id"])]
+    assert kinds == ["submitted", "starting", "running", "completed", "released"]
+
+
+async def test_no_key_and_no_token_is_on_disk(world: Any) -> None:
+    job = await world.reach(await world.interactive(), "RUNNING")
+    key = (world.settings.state_dir / "api_key").read_bytes()
+    for path in world.settings.state_dir.glob("scheduler.db*"):
+        content = path.read_bytes()
+        assert key not in content
+        assert job["server"]["token"].encode() not in content
+    assert (world.settings.state_dir / "api_key").stat().st_mode & 0o777 == 0o600
+    assert await world.service.authenticate(key.decode()) == "admin"

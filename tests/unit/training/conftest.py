@@ -1,0 +1,156 @@
+"""A policy that lives in memory and really learns: ten logits, one per digit, trained by policy gradient."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch, Sample, SampleResult, SamplingParams
+from opentinker.config.job import RLJobConfig
+from opentinker.env.environment import Action, Environment, StepResult
+from opentinker.training.recorder import Recorder
+
+STOP = 0
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer_files() -> dict[str, bytes]:
+    """A byte-level tokenizer with one token per byte, and a ChatML-like template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|end|>": STOP, "<|start|>": 1, **{letter: i + 2 for i, letter in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<|end|>", "<|start|>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    return {"tokenizer.json": tokenizer.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+class BanditPolicy:
+    """Says one digit. `calls` records what the loop asked for."""
+
+    def __init__(self) -> None:
+        self.files = tokenizer_files()
+        tokenizer = Tokenizer.from_str(self.files["tokenizer.json"].decode())
+        self.digits = [tokenizer.token_to_id(str(d)) for d in range(10)]
+        self.logits = np.zeros(10)
+        self.version = 0
+        self.calls: list[str] = []
+        self.batches: list[tuple[Sequence[Datum], Sequence[Minibatch]]] = []
+        self.optimizers: list[AdamParams] = []
+        self.broken: Exception | None = None
+
+    async def info(self) -> dict[str, Any]:
+        self.calls.append("info")
+        if self.broken:
+            raise self.broken
+        return {"stop_token_ids": [STOP], "max_model_len": 200}
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        return self.files
+
+    async def sample(self, prompt: Any, params: SamplingParams, *, request_id: str, deadline_s: float) -> SampleResult:
+        await asyncio.sleep(0)
+        if self.broken:
+            raise self.broken
+        logprobs = self.logprobs()
+        digit = int(np.random.default_rng(params.seed).choice(10, p=np.exp(logprobs)))
+        sample = Sample(
+            np.array([self.digits[digit], STOP], np.int32),
+            np.array([logprobs[digit], 0.0], np.float32),
+            "stop",
+            ((self.version, 2),),
+        )
+        return SampleResult(request_id, (sample,), params)
+
+    async def train_step(
+        self,
+        data: Sequence[Datum],
+        minibatches: Sequence[Minibatch],
+        loss: LossConfig,
+        optimizer: AdamParams,
+        *,
+        publish: bool = True,
+    ) -> dict[str, Any]:
+        self.calls.append("train_step")
+        self.batches.append((data, minibatches))
+        self.optimizers.append(optimizer)
+        reports = []
+        for minibatch in minibatches:
+            gradient, tokens = np.zeros(10), 0.0
+            for datum in (data[i] for i in minibatch.indices):
+                tokens += float(datum.weights.sum())
+                for token, advantage in zip(datum.targets, datum.arrays["advantages"], strict=True):
+                    if advantage and token in self.digits:
+                        gradient += (
+                            minibatch.factor * advantage * (np.eye(10)[self.digits.index(token)] - np.exp(self.logprobs()))
+                        )
+            self.logits += optimizer.learning_rate * gradient
+            metrics = {"tokens": tokens, "mismatch_kl_sum": 0.001 * tokens, "ratio_max": 1.01, "clipped_sum": 0.0}
+            reports.append({"loss": 0.0, "metrics": metrics, "grad_norm": float(np.linalg.norm(gradient))})
+        self.version += 1
+        return {"minibatches": reports, "version": self.version, "publish": {"seconds": 0.0}}
+
+    async def save(self, name: str) -> dict[str, Any]:
+        self.calls.append(f"save {name}")
+        return {"path": f"/checkpoints/{name}", "manifest": {}}
+
+    def logprobs(self) -> np.ndarray:
+        return self.logits - np.log(np.exp(self.logits).sum())
+
+
+class Seven(Environment):
+    """The right answer is always 7."""
+
+    @classmethod
+    def held_out_tasks(cls) -> list[Any]:
+        return [{"question": i} for i in range(6)]
+
+    def reset(self, task: Any) -> str:
+        return "Which digit do I think of?"
+
+    def step(self, action: Action) -> StepResult:
+        exact = float(action.text.strip() == "7")
+        return StepResult(reward=exact, done=True, metrics={"exact": exact})
+
+
+def job_config(**changes: Any) -> RLJobConfig:
+    """A small, fast job; `changes` replace whole sections."""
+    sections: dict[str, Any] = {
+        "base_model": "bandit",
+        "environment": {"name": "seven"},
+        "algorithm": {"group_size": 8},
+        "sampling": {"max_tokens": 4},
+        "rollout": {"groups_per_step": 8, "max_turns": 1},
+        "evaluation": {"samples_per_task": 8},
+        "training": {"optimizer": {"learning_rate": 2.0}},
+    }
+    return RLJobConfig.model_validate(sections | changes)
+
+
+@pytest.fixture
+def policy() -> BanditPolicy:
+    return BanditPolicy()
+
+
+@pytest.fixture
+def seven() -> type[Environment]:
+    return Seven
+
+
+@pytest.fixture
+def make_config() -> Any:
+    return job_config
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    return Recorder(tmp_path / "run", job_config().model_dump(mode="json"))

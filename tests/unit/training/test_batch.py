@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+
+from opentinker.algorithms.grpo import group_advantages
+from opentinker.client.messages import Sample
+from opentinker.env.environment import Environment
+from opentinker.errors import EnvironmentLoadError
+from opentinker.rollout.trajectory import RunKind, Trajectory
+from opentinker.rollout.types import Episode, Group, Termination
+from opentinker.training.data import build_batch, draw_tasks, held_out_tasks
+
+
+def episode(reward: float, tokens: int = 3, termination: Termination = Termination.DONE) -> Episode:
+    trajectory = Trajectory()
+    trajectory.append_rendered(RunKind.PROMPT, [1, 2])
+    if tokens:
+        ids = np.arange(tokens, dtype=np.int32)
+        trajectory.append_sample(Sample(ids, np.full(tokens, -0.5, np.float32), "stop", ((0, tokens),)))
+    return Episode("task", 0, termination, [trajectory], rewards=[reward])
+
+
+def test_every_action_token_has_the_same_weight_in_a_minibatch() -> None:
+    batch = build_batch([Group("a", 0, [episode(0.0, 2), episode(1.0, 8)])], group_advantages)
+    [minibatch] = batch.minibatches
+    assert minibatch.factor == pytest.approx(1 / 10)
+    assert batch.action_tokens == 10
+
+
+def test_advantages_belong_to_the_episode_and_only_to_its_actions() -> None:
+    batch = build_batch([Group("a", 0, [episode(0.0), episode(1.0)])], group_advantages)
+    low, high = (d.arrays["advantages"] for d in batch.data)
+    np.testing.assert_allclose(low, [0, -1, -1, -1], atol=1e-5)
+    np.testing.assert_allclose(high, -low)
+
+
+def test_truncated_episodes_train_and_failed_or_empty_ones_do_not() -> None:
+    group = Group(
+        "a",
+        0,
+        [
+            episode(0.0),
+            episode(1.0, termination=Termination.TRUNCATED_TURNS),
+            episode(5.0, tokens=0, termination=Termination.TRUNCATED_CONTEXT),
+        ],
+        failures=[episode(9.0, termination=Termination.ERROR_ENV)],
+    )
+    batch = build_batch([group], group_advantages)
+    assert len(batch.data) == 2
+    np.testing.assert_allclose(batch.data[1].arrays["advantages"], [0, 1, 1, 1], atol=1e-5)
+
+
+def test_groups_are_dealt_over_the_minibatches_and_epochs_repeat_them() -> None:
+    groups = [Group(i, i, [episode(0.0), episode(1.0)]) for i in range(5)]
+    batch = build_batch(groups, group_advantages, minibatches=2, epochs=3)
+    assert [m.indices for m in batch.minibatches] == [(0, 1, 4, 5, 8, 9), (2, 3, 6, 7)] * 3
+
+
+def test_fewer_groups_than_minibatches_leave_no_empty_minibatch() -> None:
+    batch = build_batch([Group("a", 0, [episode(0.0), episode(1.0)])], group_advantages, minibatches=4)
+    assert len(batch.minibatches) == 1
+
+
+def test_groups_without_variance_are_left_out_and_counted() -> None:
+    groups = [Group("a", 0, [episode(1.0), episode(1.0)]), Group("b", 1, [episode(0.5)]), Group("c", 2, [])]
+    batch = build_batch(groups, group_advantages)
+    assert (batch.data, batch.minibatches, batch.zero_variance_groups) == ([], [], 2)
+
+
+def test_tasks_depend_on_seed_and_step_alone() -> None:
+    def drawn(seed: int, step: int) -> list[int]:
+        return [t["seed"] for t in draw_tasks(Environment, seed=seed, step=step, count=50)]
+
+    assert drawn(0, 1) == drawn(0, 1)
+    assert len({*drawn(0, 1), *drawn(0, 2), *drawn(1, 1)}) == 150
+
+
+def test_an_environment_that_cannot_make_tasks_is_named() -> None:
+    class Broken(Environment):
+        @classmethod
+        def make_task(cls, seed: int) -> None:
+            raise KeyError("words.txt")
+
+        @classmethod
+        def held_out_tasks(cls) -> list[int]:
+            raise KeyError("words.txt")
+
+    with pytest.raises(EnvironmentLoadError, match=r"Broken.make_task raised KeyError: 'words.txt'"):
+        draw_tasks(Broken, seed=0, step=1, count=1)
+    with pytest.raises(EnvironmentLoadError, match=r"Broken.held_out_tasks raised KeyError"):
+        held_out_tasks(Broken, 3)

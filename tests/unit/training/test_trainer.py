@@ -1,0 +1,109 @@
+"""The synchronous face, on a job whose policy lives in memory."""
+
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+import opentinker as ot
+from opentinker.client.sync import SyncRunner
+from opentinker.config.job import InteractiveJobConfig
+from opentinker.errors import EnvironmentLoadError
+
+
+class MemoryJob:
+    """As much of a `Job` as a trainer uses."""
+
+    def __init__(self, policy: Any) -> None:
+        self.id = "job-1"
+        self.config = InteractiveJobConfig(base_model="bandit", lora=ot.LoraConfig(rank=4), seed=5)
+        self.sync = SyncRunner()
+        self._policy = policy
+
+    def run(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        async def call() -> Any:
+            return await work(self._policy)
+
+        return self.sync.run(call())
+
+
+@pytest.fixture
+def job(policy) -> Iterator[MemoryJob]:
+    job = MemoryJob(policy)
+    yield job
+    job.sync.close()
+
+
+@pytest.fixture
+def make_trainer(job, seven, tmp_path) -> Callable[..., ot.RLTrainer]:
+    def make(**changes: Any) -> ot.RLTrainer:
+        arguments = {
+            "environment": seven,
+            "algorithm": ot.GRPO(group_size=8),
+            "optimizer": ot.AdamParams(learning_rate=2.0),
+            "sampling": ot.SamplingConfig(max_tokens=4),
+            "rollout": ot.RolloutConfig(groups_per_step=8, max_turns=1),
+            "run_dir": tmp_path / "run",
+        }
+        return ot.RLTrainer(job, **(arguments | changes))
+
+    return make
+
+
+def test_fit_trains_reports_and_continues(make_trainer, tmp_path, capsys) -> None:
+    trainer = make_trainer()
+    first = trainer.fit(steps=4)
+    second = trainer.fit(steps=8)
+    assert (first["steps"], second["steps"]) == (4, 12)
+    assert second["exact_after"] > second["exact_before"] + 0.3
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == second
+    assert (tmp_path / "run" / "report.html").is_file()
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (config["environment"]["name"], config["lora"]["rank"]) == ("Seven", 4)
+    printed = capsys.readouterr().out.splitlines()
+    assert sum("step " in line for line in printed) == 12
+    assert any("12/12" in line for line in printed)
+
+
+def test_runs_go_to_a_folder_named_after_the_job(make_trainer, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_trainer(run_dir=None, progress=False).fit(1)
+    assert (tmp_path / "runs" / "job-1" / "metrics.jsonl").is_file()
+
+
+def test_evaluate_measures_without_training(make_trainer, policy) -> None:
+    row = make_trainer(progress=False).evaluate()
+    assert row is not None
+    assert row["episodes"] == 48
+    assert policy.calls == ["info"]
+
+
+def test_ctrl_c_stops_training_and_leaves_a_report(make_trainer, seven, tmp_path) -> None:
+    class Impatient(seven):
+        @classmethod
+        def make_task(cls, seed: int) -> Any:
+            if (tmp_path / "run" / "metrics.jsonl").read_text().count('"step"') > 4:
+                raise KeyboardInterrupt
+            return super().make_task(seed)
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(environment=Impatient, progress=False).fit(50)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] >= 1
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+async def test_fit_works_where_a_loop_already_runs(make_trainer) -> None:
+    assert make_trainer(progress=False).fit(2)["steps"] == 2
+
+
+def test_a_class_that_is_no_environment_is_refused_at_once(make_trainer) -> None:
+    class Half(ot.Environment):
+        def reset(self, task: Any) -> str:
+            return "?"
+
+    with pytest.raises(EnvironmentLoadError, match="Half defines no step"):
+        make_trainer(environment=Half)
+    with pytest.raises(EnvironmentLoadError):
+        make_trainer(environment="no_such_environment")
