@@ -171,7 +171,8 @@ class CheckpointError(OpenTinkerError):
 def _tree(cls: type[OpenTinkerError]) -> dict[str, type[OpenTinkerError]]:
     found = {cls.code: cls}
     for child in cls.__subclasses__():
-        found |= _tree(child)
+        if child.__module__ == __name__:  # Ray derives classes from ours, with our codes
+            found |= _tree(child)
     return found
 
 

@@ -29,6 +29,8 @@ from opentinker.scheduler.state_dir import StateDir, write_secret
 
 OBJECT_STORE_BYTES = 200 * 2**20
 """Only uploads of user code and messages between actors pass through it."""
+RAY_DIR = Path("/tmp/ot-")
+"""Prefix of Ray's folders. Short: the paths of the sockets in it have to fit into 107 bytes."""
 ACTOR_START_S = 60.0
 HTTP_START_S = 10.0
 HTTP_STOP_S = 2
@@ -82,8 +84,10 @@ class EmbeddedCluster:
             stack.enter_context(state.held())
             # The port comes first: it is what most often is wrong, and Ray takes seconds.
             listener = stack.enter_context(_bind(host, port))
+            ray_dir: str | None = None
             if ray_address is None:
-                stack.enter_context(_local_ray(cpu_slots, gpus))
+                _clean_up_after(state.record())
+                ray_dir = stack.enter_context(_local_ray(cpu_slots, gpus))
             else:
                 stack.enter_context(_existing_ray(ray_address))
             scheduler = create_scheduler(parsed)
@@ -94,7 +98,10 @@ class EmbeddedCluster:
             url = _url(host, listener.getsockname()[1])
             address = str(ray.get_runtime_context().gcs_address)
             stack.callback(state.cluster.unlink, missing_ok=True)
-            state.write_cluster({"url": url, "pid": os.getpid(), "key_path": str(state.api_key), "ray_address": address})
+            key_path = str(state.api_key)
+            state.write_cluster(
+                {"url": url, "pid": os.getpid(), "key_path": key_path, "ray_address": address, "ray_dir": ray_dir}
+            )
             if ray_address is None:
                 stack.callback(_end_jobs, scheduler)
             return cls(url, state, address, stack.pop_all())
@@ -127,15 +134,14 @@ def _url(host: str, port: int) -> str:
 
 
 @contextlib.contextmanager
-def _local_ray(cpu_slots: int | None, gpus: int | None) -> Iterator[None]:
-    """A fresh Ray cluster of this process alone."""
+def _local_ray(cpu_slots: int | None, gpus: int | None) -> Iterator[str]:
+    """A fresh Ray cluster of this process alone, and its folder."""
     _refuse_second_ray()
     # Ray generates this file too, but readable by everybody; whoever reads it can run code as this user.
     if not any(os.environ.get(name) for name in _RAY_TOKEN_VARIABLES):
         write_secret(Path.home() / ".ray" / "auth_token", lambda: secrets.token_hex(32))
     slots = max(1, (os.cpu_count() or 1) // 2) if cpu_slots is None else cpu_slots
-    # Short: the paths of Ray's sockets have to fit into 107 bytes.
-    folder = tempfile.mkdtemp(prefix="ot-", dir="/tmp")
+    folder = tempfile.mkdtemp(prefix=RAY_DIR.name, dir=RAY_DIR.parent)
     try:
         with _ray_connection(
             address="local",
@@ -145,7 +151,7 @@ def _local_ray(cpu_slots: int | None, gpus: int | None) -> Iterator[None]:
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=folder,
         ):
-            yield
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -155,6 +161,12 @@ def _existing_ray(address: str) -> Iterator[None]:
     _refuse_second_ray()
     with _ray_connection(address=address):
         yield
+
+
+def _clean_up_after(dead: dict[str, Any] | None) -> None:
+    """Remove the folder that a killed cluster left behind."""
+    if dead is not None and str(dead["ray_dir"]).startswith(str(RAY_DIR)):
+        shutil.rmtree(dead["ray_dir"], ignore_errors=True)
 
 
 def _refuse_second_ray() -> None:

@@ -30,6 +30,7 @@ class DriverProcess:
             format=f"%(asctime)s level=%(levelname)s job={job_id} logger=%(name)s %(message)s",
             force=True,
         )
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, of which a step has hundreds
 
     def describe(self) -> dict[str, Any]:
         return {"pid": os.getpid()}

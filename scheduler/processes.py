@@ -20,23 +20,21 @@ def processes_of(job_id: str) -> list[psutil.Process]:
     return found
 
 
-def reap(job_id: str, patience_s: float) -> list[int]:
-    """Wait until a job's processes are gone, and kill those that are not after `patience_s`; blocks.
+def reap(job_id: str, kill_after_s: float, timeout_s: float) -> list[int]:
+    """Wait until a job's processes are gone, and kill those that are not after `kill_after_s`; blocks.
 
     Returns:
-        Process ids that outlived even that, after another `patience_s`.
+        Process ids that are there after another `timeout_s` in spite of it.
     """
-    for kill in (False, True):
-        deadline = time.monotonic() + patience_s
-        while left := processes_of(job_id):
-            if kill:
-                for process in left:
-                    _kill(process)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(POLL_S)
-        else:
-            return []
+    started = time.monotonic()
+    while left := processes_of(job_id):
+        waited_s = time.monotonic() - started
+        if waited_s > kill_after_s + timeout_s:
+            break
+        if waited_s > kill_after_s:
+            for process in left:
+                _kill(process)
+        time.sleep(POLL_S)
     return [process.pid for process in left]
 
 

@@ -204,14 +204,13 @@ class RayLauncher:
 
     async def _reap(self, job_id: str, node_id: str) -> list[int]:
         """On the node where the processes are; on this one if that node is no more."""
-        patience_s = self._settings.exit_timeout_s
+        limits = (self._settings.kill_after_s, self._settings.exit_timeout_s)
         here = ray.get_runtime_context().get_node_id()
         if node_id == here or node_id not in {node.id for node in await self.nodes()}:
-            return await asyncio.to_thread(reap, job_id, patience_s)
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        task = ray.remote(reap).options(num_cpus=0, scheduling_strategy=there)
-        async with asyncio.timeout(2 * patience_s + self._settings.placement_timeout_s):
-            left: list[int] = await task.remote(job_id, patience_s)
+            return await asyncio.to_thread(reap, job_id, *limits)
+        task = ray.remote(reap).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        async with asyncio.timeout(sum(limits) + self._settings.placement_timeout_s):
+            left: list[int] = await task.remote(job_id, *limits)
             return left
 
 

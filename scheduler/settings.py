@@ -27,8 +27,10 @@ class Settings(Config):
     """Longest start of a server; loading a large model takes its time."""
     graceful_stop_s: Seconds = 3.0
     """How long a server may take to stop by itself before its processes are killed."""
-    exit_timeout_s: Seconds = 5.0
-    """How long killed processes may take to vanish before they are killed by process id."""
+    kill_after_s: Seconds = 1.0
+    """How long processes that Ray was told to kill may take to vanish before they are killed by process id."""
+    exit_timeout_s: Seconds = 10.0
+    """How long a process killed like that may take; one that takes longer keeps its slot."""
     server_host: str = "127.0.0.1"
     """Address that the servers' fronts bind."""
     worker_class: str = "opentinker.server.actors:WorkerProcess"

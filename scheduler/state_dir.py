@@ -47,7 +47,7 @@ class StateDir:
 
     @property
     def cluster(self) -> Path:
-        """{"url", "pid", "key_path", "ray_address"} of the running cluster; a leftover when the lock is free."""
+        """{"url", "pid", "key_path", "ray_address", "ray_dir"} of the running cluster; a leftover when the lock is free."""
         return self.path / "cluster.json"
 
     def create(self) -> None:
@@ -61,7 +61,14 @@ class StateDir:
         """The record of the cluster that runs with this folder, or None. A dead cluster's record is not reported."""
         if not self.cluster.is_file() or self._lock_is_free():
             return None
-        record: dict[str, Any] = json.loads(self.cluster.read_text())
+        return self.record()
+
+    def record(self) -> dict[str, Any] | None:
+        """What the last cluster here wrote of itself; None if it stopped in order."""
+        try:
+            record: dict[str, Any] = json.loads(self.cluster.read_text())
+        except FileNotFoundError:
+            return None
         return record
 
     @contextmanager

@@ -62,7 +62,9 @@ class WorkerProcess:
         return {"pid": os.getpid()}
 
     def stop(self) -> None:
-        self._worker.stop()
+        """End the compute thread. A worker that is still loading has none to end in order: kill its process."""
+        if self._loaded.is_set():
+            self._worker.stop()
 
 
 class FrontProcess:

@@ -1,5 +1,7 @@
 """`opentinker submit`: a job that the cluster drives."""
 
+import sys
+from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
@@ -40,7 +42,8 @@ def submit(
     file = environment_file(job, config.parent)
     if file is not None:
         job = relative_to_code(job, file)
-    checked_environment(job, file.parent if file else None)
+    with redirect_stdout(sys.stderr):  # stdout is for the job's id or config, not for what user code prints
+        checked_environment(job, file.parent if file else None)
     if dry_run:
         out.print(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False), end="", markup=False, soft_wrap=True)
         return

@@ -18,16 +18,26 @@ def up(
         int | None, typer.Option(min=1, help="Servers that may share this machine's CPU. Default: half the cores.")
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to use. Default: all that are there.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Serve the scheduler of this running Ray cluster instead of starting one; 'auto' finds it.")
+    ] = None,
 ) -> None:
     """Start a cluster on this machine and keep it until Ctrl-C.
 
-    It creates an API key on its first start; the other commands find it by themselves.
+    With --ray-address the cluster is Ray's own: its nodes offer GPUs, or the custom resource `cpu_slot`, and the scheduler
+    stays there when this command ends. It creates an API key on its first start; the other commands find it by themselves.
     """
     from opentinker.scheduler.cluster import EmbeddedCluster
 
     with sigterm_as_interrupt():
         cluster = EmbeddedCluster.start(
-            state_dir=state_dir.resolve(), runs_dir=runs_dir.resolve(), host=host, port=port, cpu_slots=cpu_slots, gpus=gpus
+            state_dir=state_dir.resolve(),
+            runs_dir=runs_dir.resolve(),
+            host=host,
+            port=port,
+            cpu_slots=cpu_slots,
+            gpus=gpus,
+            ray_address=ray_address,
         )
         try:
             with sigterm_as_interrupt():  # again: Ray has set a handler of its own

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -45,28 +46,28 @@ class SchedulerClient:
     def job(self, job_id: str, *, wait_s: float = 0.0, state: str | None = None) -> dict[str, Any]:
         """A job; with `state`, waits up to `wait_s` until its state differs from it."""
         params: dict[str, Any] = {"wait_s": wait_s, "state": state} if state is not None else {}
-        return self._call("GET", f"/v1/jobs/{job_id}", params=params, wait_s=wait_s)
+        return self._call("GET", _path(job_id), params=params, wait_s=wait_s)
 
     def events(self, job_id: str) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = self._call("GET", f"/v1/jobs/{job_id}/events")["events"]
+        events: list[dict[str, Any]] = self._call("GET", f"{_path(job_id)}/events")["events"]
         return events
 
     def heartbeat(self, job_id: str) -> dict[str, Any]:
-        return self._call("POST", f"/v1/jobs/{job_id}/heartbeat")
+        return self._call("POST", f"{_path(job_id)}/heartbeat")
 
     def complete(self, job_id: str) -> dict[str, Any]:
-        return self._call("POST", f"/v1/jobs/{job_id}/complete")
+        return self._call("POST", f"{_path(job_id)}/complete")
 
     def cancel(self, job_id: str) -> dict[str, Any]:
-        return self._call("POST", f"/v1/jobs/{job_id}/cancel")
+        return self._call("POST", f"{_path(job_id)}/cancel")
 
     def logs(self, job_id: str, *, offset: int = 0) -> dict[str, Any]:
         """{"text", "offset", "finished"}; `offset` continues where an earlier answer ended."""
-        return self._call("GET", f"/v1/jobs/{job_id}/logs", params={"offset": offset})
+        return self._call("GET", f"{_path(job_id)}/logs", params={"offset": offset})
 
     def metrics(self, job_id: str, *, after: int = 0) -> dict[str, Any]:
         """{"rows", "next", "finished"}; `after` is an earlier answer's `next`."""
-        return self._call("GET", f"/v1/jobs/{job_id}/metrics", params={"after": after})
+        return self._call("GET", f"{_path(job_id)}/metrics", params={"after": after})
 
     def cluster(self) -> dict[str, Any]:
         return self._call("GET", "/v1/cluster")
@@ -100,6 +101,10 @@ class SchedulerClient:
             if response.status_code not in _TRANSIENT:
                 break
         raise error
+
+
+def _path(job_id: str) -> str:
+    return f"/v1/jobs/{quote(job_id, safe='')}"
 
 
 def _error_of(response: httpx.Response, url: str) -> OpenTinkerError:

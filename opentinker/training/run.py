@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +14,12 @@ from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError
+from opentinker.training.metrics import Row
+from opentinker.training.progress import evaluation_line, step_line
 from opentinker.training.recorder import Listener, Recorder
 from opentinker.training.rl import RLLoop
+
+logger = logging.getLogger(__name__)
 
 
 def run_rl_job(
@@ -39,7 +44,11 @@ def run_rl_job(
     started = time.monotonic()
     job = parse_config(RLJobConfig, config)
     environment = checked_environment(job, Path(code_dir) if code_dir else None)
-    recorder = Recorder(Path(run_dir), job.model_dump(mode="json"), listeners=listeners)
+
+    def log(row: Row) -> None:
+        logger.info(evaluation_line(row) if row["kind"] == "evaluation" else step_line(row, job.training.steps))
+
+    recorder = Recorder(Path(run_dir), job.model_dump(mode="json"), listeners=(log, *listeners))
 
     async def drive() -> str:
         client = PolicyClient(endpoint, token, policy)

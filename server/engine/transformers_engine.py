@@ -131,8 +131,7 @@ class TransformersEngine:
         return self._max_model_len
 
     def add(self, request: SampleRequest) -> None:
-        if self._broken:
-            raise EngineError("an update of the engine's weights failed half-way", hint="publish again, or start a new server")
+        self._require_whole()
         params = effective_params(
             request,
             max_model_len=self._max_model_len,
@@ -280,6 +279,7 @@ class TransformersEngine:
         return unfinished
 
     def prompt_logprobs(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
+        self._require_whole()
         self._require_idle("score prompts")
         for prompt in prompts:
             if len(prompt) >= self._max_model_len:
@@ -327,6 +327,10 @@ class TransformersEngine:
     def close(self) -> None:
         self.abort_all()
         self._model = None
+
+    def _require_whole(self) -> None:
+        if self._broken:
+            raise EngineError("an update of the engine's weights failed half-way", hint="publish again, or start a new server")
 
     def _require_idle(self, purpose: str) -> None:
         if self._pending:

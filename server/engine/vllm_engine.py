@@ -206,7 +206,7 @@ class VllmEngine:
         ack = self._on_worker(_replace_weights, weights)
         self._broken = False
         self._adapter = None
-        self._engine.reset_prefix_cache()
+        self._drop_cache()
         self._version = version
         return ack
 
@@ -220,7 +220,7 @@ class VllmEngine:
         number = self._adapters_served = self._adapters_served + 1
         ack = self._on_worker(_replace_adapter, adapter, number)
         self._adapter = LoRARequest(f"adapter-{number}", number, lora_path="in memory")
-        self._engine.reset_prefix_cache()
+        self._drop_cache()
         self._version = version
         return ack
 
@@ -243,6 +243,10 @@ class VllmEngine:
         self._require_whole()
         if self._pending:
             raise EngineError(f"the engine cannot {purpose} while {len(self._pending)} requests are running")
+
+    def _drop_cache(self) -> None:
+        if not self._engine.reset_prefix_cache():
+            raise WeightSyncError("vLLM did not drop the keys and values of the old weights")
 
     def _on_worker(self, function: Callable[..., WeightAck], *arguments: Any) -> WeightAck:
         try:

@@ -53,7 +53,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: t
     # Plain products beat the fused CPU kernel, whose backward is slow (measured 3x with head_dim 64 in bfloat16). The
     # query heads that share a key head are rows of one product, so keys and values are never repeated.
     folded = (query * scale).reshape(key.shape[0], -1, width)
-    scores = torch.bmm(folded, key.transpose(1, 2)).view(key.shape[0], -1, length, length) + mask
+    scores = torch.bmm(folded, key.transpose(1, 2)).view(key.shape[0], -1, length, length).add_(mask)
     weights = torch.softmax(scores, -1).view(key.shape[0], -1, length)
     return torch.bmm(weights, value).view(heads, length, -1)
 
@@ -80,11 +80,13 @@ def packed_attention(
     if packed is None:
         raise TrainerError(f"{type(module).__name__} does not pass the pack's layout to its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    parts = []
-    for group in packed.groups:
-        rows = slice(group.start, group.stop)
-        mask = packed.mask(group, sliding_window)
-        parts.append(_attend(query[0, :, rows], key[0, :, rows], value[0, :, rows], mask, scale))
+    # split, not slices: the gradient of a slice is as long as the whole pack.
+    sizes = [group.stop - group.start for group in packed.groups]
+    queries, keys, values = (tensor[0].split(sizes, 1) for tensor in (query, key, value))
+    parts = [
+        _attend(q, k, v, packed.mask(group, sliding_window), scale)
+        for group, q, k, v in zip(packed.groups, queries, keys, values, strict=True)
+    ]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return joined.transpose(0, 1)[None].contiguous(), None
 

@@ -7,50 +7,58 @@ from typing import Any
 
 import torch
 
-SLICE_ELEMENTS = 1 << 22
-"""Logits held at once, in elements (float32): sized for the processor's cache rather than for memory."""
+SLICE_ELEMENTS = 1 << 21
+"""Logits held at once: sized for the processor's caches rather than for its memory."""
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """The softmax runs over slices of the vocabulary and the backward pass computes them again. So every row of the head's
-    gradient is written once, whatever N is."""
+    """The softmax runs over slices of the vocabulary, and the backward pass computes them again; every row of the head's
+    gradient is written once, whatever N is.
+
+    With p = softmax over V, m = the slice's part of p and q = softmax over the slice, the gradient of a target's logprob is
+    onehot - p = -m * (q - onehot / m). Its row factors go into the small matrices, so that in the big ones only the
+    target's own entry is touched; that one is exact in float32 (expm1), for it is a small difference in confident rows.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, cap: float, temperature: float
     ) -> torch.Tensor:
         ctx.cap, ctx.temperature = cap, temperature
-        logsumexp_N = hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=torch.float32)
-        target_N = torch.empty_like(logsumexp_N)
+        target_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
+        parts = []
         for start, stop in _slices(hidden_NH, weight_VH):
-            logits_NS = _logits(ctx, hidden_NH, weight_VH[start:stop])[0]
-            logsumexp_N = torch.logaddexp(logsumexp_N, torch.logsumexp(logits_NS, 1))
-            rows = ((targets_N >= start) & (targets_N < stop)).nonzero()[:, 0]
-            target_N[rows] = logits_NS[rows, targets_N[rows] - start]
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, logsumexp_N)
-        return target_N - logsumexp_N
+            logits_NS = _logits(hidden_NH, weight_VH[start:stop], cap, temperature).float()
+            first_N = logits_NS[:, 0].clone()
+            rows, columns = _targets_in(targets_N, start, stop)
+            target_N[rows] = logits_NS[rows, columns]
+            parts.append(first_N - torch.log_softmax(logits_NS, 1)[:, 0])  # one fused pass, unlike logsumexp
+        parts_N = torch.stack(parts)
+        logprobs_N = target_N - torch.logsumexp(parts_N, 0)
+        masses_N = torch.softmax(parts_N, 0).clamp_min_(1e-30)
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, logprobs_N, masses_N)
+        return logprobs_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        grad_N = grads[0]
-        hidden_NH, weight_VH, targets_N, logsumexp_N = ctx.saved_tensors
+        hidden_NH, weight_VH, targets_N, logprobs_N, masses_N = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.zeros_like(hidden_NH, dtype=torch.float32) if need_hidden else None
         weight_grad = torch.empty_like(weight_VH) if need_weight else None
-        for start, stop in _slices(hidden_NH, weight_VH):
+        scale_N = grads[0] / -ctx.temperature
+        for (start, stop), mass_N in zip(_slices(hidden_NH, weight_VH), masses_N, strict=True):
             weight_SH = weight_VH[start:stop]
-            logits_NS, slope_NS = _logits(ctx, hidden_NH, weight_SH)
-            # d logprob[target] / d logits = onehot(target) - softmax
-            grad_NS = logits_NS.sub_(logsumexp_N[:, None]).exp_().mul_(-grad_N[:, None])
-            rows = ((targets_N >= start) & (targets_N < stop)).nonzero()[:, 0]
-            grad_NS[rows, targets_N[rows] - start] += grad_N[rows]
-            if slope_NS is not None:
-                grad_NS.mul_(slope_NS)
-            grad_NS = grad_NS.div_(ctx.temperature).to(hidden_NH.dtype)
+            logits_NS = _logits(hidden_NH, weight_SH, ctx.cap, ctx.temperature)
+            grad_NS = torch.softmax(logits_NS, 1)
+            rows, columns = _targets_in(targets_N, start, stop)
+            grad_NS[rows, columns] = (torch.expm1(logprobs_N) / mass_N)[rows].to(grad_NS.dtype)
+            if ctx.cap:
+                grad_NS *= 1 - (logits_NS.float() * (ctx.temperature / ctx.cap)).square()
+            factor_N1 = (scale_N * mass_N)[:, None]
             if hidden_grad is not None:
-                hidden_grad += grad_NS @ weight_SH
+                hidden_grad.addcmul_((grad_NS @ weight_SH).float(), factor_N1)
             if weight_grad is not None:
-                torch.mm(grad_NS.t(), hidden_NH, out=weight_grad[start:stop])
+                torch.mm(grad_NS.t(), (hidden_NH * factor_N1).to(hidden_NH.dtype), out=weight_grad[start:stop])
         return (None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype)), weight_grad, None, None, None
 
 
@@ -60,13 +68,18 @@ def _slices(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> list[tuple[int,
     return [(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
 
-def _logits(ctx: Any, hidden_NH: torch.Tensor, weight_SH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits [N, S] in float32 at the temperature, and the soft cap's slope where there is a cap."""
-    logits = (hidden_NH @ weight_SH.t()).float()
-    if ctx.cap == 0:
-        return logits.div_(ctx.temperature), None
-    bent = logits.div_(ctx.cap).tanh_()
-    return bent * (ctx.cap / ctx.temperature), 1 - bent.square()
+def _targets_in(targets_N: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows whose target lies in the slice, its column there)."""
+    rows = ((targets_N >= start) & (targets_N < stop)).nonzero()[:, 0]
+    return rows, targets_N[rows] - start
+
+
+def _logits(hidden_NH: torch.Tensor, weight_SH: torch.Tensor, cap: float, temperature: float) -> torch.Tensor:
+    """Logits [N, S] of a slice in the dtype of the hidden states, at the temperature."""
+    logits = hidden_NH @ weight_SH.t()
+    if cap:
+        logits.div_(cap).tanh_().mul_(cap)
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def target_logprobs(

@@ -18,3 +18,11 @@ def test_every_error_survives_pickling_and_a_problem_document(cls: type[errors.O
 def test_an_unknown_code_keeps_its_text_and_code() -> None:
     error = errors.from_problem({"code": "from_the_future", "detail": "x"})
     assert (type(error), error.code, error.detail) == (errors.OpenTinkerError, "from_the_future", "x")
+
+
+def test_a_class_that_somebody_derives_does_not_take_over_the_code() -> None:
+    class Mixture(errors.NotFoundError):
+        def __init__(self) -> None:
+            super().__init__("a mixture")
+
+    assert type(errors.from_problem({"code": errors.NotFoundError.code, "detail": "gone"})) is errors.NotFoundError

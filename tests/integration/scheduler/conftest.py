@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 HERE = Path(__file__).parent
-LEASE_S = 2.0
+LEASE_S = 4.0
 SETTINGS: dict[str, Any] = {
     "worker_class": "scheduler_stand_ins:WorkerProcess",
     "front_class": "scheduler_stand_ins:FrontProcess",
@@ -80,11 +80,14 @@ class Api:
     def interactive(self, model: str = "fine") -> dict[str, Any]:
         return self.post("/v1/jobs", {"config": {"kind": "interactive", "base_model": model}})
 
-    def wait(self, job: dict[str, Any], *states: str, timeout_s: float = 30.0) -> dict[str, Any]:
+    def wait(self, job: dict[str, Any], *states: str, timeout_s: float = 30.0, alive: bool = True) -> dict[str, Any]:
+        """The job once it is in one of the states; meanwhile its lease is renewed, if `alive`."""
         deadline = time.monotonic() + timeout_s
         while job["state"] not in states:
             assert time.monotonic() < deadline, f"still {job['state']}: {job['waiting_for']}"
-            job = self.get(f"/v1/jobs/{job['id']}", state=job["state"], wait_s=5)
+            job = self.get(f"/v1/jobs/{job['id']}", state=job["state"], wait_s=1)
+            if alive and job["lease_s"] is not None:
+                job = self.post(f"/v1/jobs/{job['id']}/heartbeat")
         return job
 
     def free_slots(self) -> int:

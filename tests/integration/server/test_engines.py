@@ -290,10 +290,16 @@ def test_new_weights_are_what_samples_come_from(engine: RolloutEngine, oracle: A
     np.testing.assert_array_equal(distributions(model, prompt, after.tokens).argmax(axis=1), after.tokens)
 
 
-def test_cached_keys_and_values_do_not_survive_an_update(engine: RolloutEngine, oracle: Any) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_cached_keys_and_values_do_not_survive_an_update(engine: RolloutEngine, oracle: Any, interrupted: bool) -> None:
     """A prompt of several cache blocks, read under the old weights and then under the new ones."""
     prompt = np.random.default_rng(0).integers(3, 400, 100).astype(np.int32)
     run(engine, request("a", prompt, max_tokens=1), request("b", prompt, max_tokens=1))
+    if interrupted:
+        engine.add(request("c", prompt, n=3, max_tokens=20, seed=0))
+        engine.step()
+        engine.step()
+        engine.abort_all()
     model = changed(oracle)
     engine.update_weights(model.state_dict().items(), 1)
     (sample,) = run(engine, request("a", prompt, max_tokens=8, seed=0))["a"].samples

@@ -26,9 +26,11 @@ from opentinker.errors import (
     WeightSyncError,
 )
 from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
+from opentinker.server.execute import _COMMANDS
 from opentinker.server.front import create_app
 from opentinker.server.listener import Listener
 from opentinker.server.loading import load_parts, server_info
+from opentinker.server.protocol import COMMANDS
 from opentinker.server.state import Parts
 from opentinker.server.worker import InProcessWorker, Worker
 
@@ -230,6 +232,27 @@ async def test_an_invalid_train_step_trains_nothing(server: Server, name: str) -
     assert (await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST))["version"] == 1
 
 
+async def test_a_minibatch_that_fails_after_others_were_applied_says_so(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, calls = server.parts.trainer, []
+    step = trainer.optim_step
+
+    def second_fails(policy: str, params: AdamParams) -> dict[str, float]:
+        calls.append(params)
+        if len(calls) == 2:
+            raise TrainerError("the gradient is not finite")
+        return step(policy, params)
+
+    monkeypatch.setattr(trainer, "optim_step", second_fails)
+    before = await server.logprobs()
+    minibatches = [Minibatch(indices=(0,)), Minibatch(indices=(0,))]
+    with pytest.raises(TrainerError, match="minibatch 1 of 2: .*not finite; those before it were applied"):
+        await server.client.train_step([datum()], minibatches, LossConfig(name="ppo"), FAST)
+    assert not np.array_equal(await server.logprobs(), before)
+    assert (await server.client.state())["version"] == 0
+
+
 async def test_a_publish_without_training_changes_nothing_and_says_so(server: Server) -> None:
     before = await server.engine_logprobs()
     result = await server.client.publish()
@@ -362,6 +385,18 @@ async def test_an_unexpected_error_in_a_command_fails_that_command_only(
         with pytest.raises(TrainerError, match="division by zero"):
             await server.client.optim_step(FAST)
     await server.client.publish()
+
+
+async def test_a_worker_that_cannot_be_built_says_why() -> None:
+    def build() -> Parts:
+        raise EngineError("no memory")
+
+    with pytest.raises(EngineError, match="no memory"):
+        await asyncio.to_thread(Worker(build).start)
+
+
+def test_every_command_that_the_front_admits_can_be_executed() -> None:
+    assert set(_COMMANDS) == COMMANDS
 
 
 async def test_a_prompt_that_does_not_fit_is_an_error_of_its_request_only(server: Server) -> None:
