@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
 from opentinker.scheduler.reconciler import Reconciler
-from opentinker.scheduler.records import ApiKey, Event, Job
+from opentinker.scheduler.records import ApiKey, Event, Job, Policy, Server
 from opentinker.scheduler.run_files import parse_rows, read_lines
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
-from opentinker.scheduler.states import JobState, ServerState
+from opentinker.scheduler.states import JobState
 from opentinker.scheduler.store import JobStore
 from opentinker.scheduler.uploads import decode_zip, unpack
 
@@ -82,8 +82,6 @@ class SchedulerService:
             InvalidRequestError: the code is damaged, too large or unsafe.
             ConflictError: the key was used for another config, or the cluster is being stopped.
         """
-        if self._closing:
-            raise ConflictError("the cluster is being stopped")
         # One at a time, so that a retry that overtakes its first attempt still finds it.
         async with self._submitting:
             parsed = parse_job(config)
@@ -99,6 +97,8 @@ class SchedulerService:
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.runs_dir / job_id
             await asyncio.to_thread(_prepare, run_dir, code)
+            if self._closing:
+                raise ConflictError("the cluster is being stopped")
             now = self._now()
             job = Job(
                 id=job_id,
@@ -121,7 +121,8 @@ class SchedulerService:
 
     async def jobs(self, owner: str) -> list[dict[str, Any]]:
         """Newest first, without tokens."""
-        return [self._view(job, with_token=False) for job in self._store.jobs(owner)]
+        hosts = self._hosts()
+        return [self._view(job, hosts, with_token=False) for job in self._store.jobs(owner)]
 
     async def job(self, owner: str, job_id: str, state: str | None = None, wait_s: float = 0.0) -> dict[str, Any]:
         """The job; with `state`, as soon as its state differs from it, at the latest after `wait_s` (at most 60).
@@ -220,25 +221,20 @@ class SchedulerService:
         """Nobody writes to the job's files any more."""
         return job.state.ended and self._reconciler.released(job.id)
 
-    def _view(self, job: Job, *, with_token: bool = True) -> dict[str, Any]:
+    def _hosts(self) -> dict[str, tuple[Server, Policy]]:
+        """What serves each job now."""
+        return {policy.job_id: (server, policy) for server, policies in self._store.open_servers() for policy in policies}
+
+    def _view(
+        self, job: Job, hosts: Mapping[str, tuple[Server, Policy]] | None = None, *, with_token: bool = True
+    ) -> dict[str, Any]:
         """The job as the API shows it. `server` is there from the time it answers until its processes are gone."""
+        host = (self._hosts() if hosts is None else hosts).get(job.id)
         server = None
-        for policy in self._store.policies(job.id):
-            record = self._store.server(policy.server_id)
-            if record is not None and record.endpoint and record.state is not ServerState.STOPPED:
-                server = {
-                    "id": record.id,
-                    "state": record.state,
-                    "endpoint": record.endpoint,
-                    "policy": policy.id,
-                    "pid": record.worker_pid,
-                    "front_pid": record.front_pid,
-                    "base_model": record.base_model,
-                    "gpus": record.gpus,
-                    "cpu_slots": record.cpu_slots,
-                }
-                if with_token and not job.state.ended:
-                    server["token"] = policy_token(self._secret, policy.id)
+        if host is not None and host[0].endpoint:
+            server = _server_view(*host)
+            if with_token and not job.state.ended:
+                server["token"] = policy_token(self._secret, host[1].id)
         return {
             "id": job.id,
             "name": job.name,
@@ -254,6 +250,20 @@ class SchedulerService:
             "run_dir": job.run_dir,
             "server": server,
         }
+
+
+def _server_view(server: Server, policy: Policy) -> dict[str, Any]:
+    return {
+        "id": server.id,
+        "state": server.state,
+        "endpoint": server.endpoint,
+        "policy": policy.id,
+        "pid": server.worker_pid,
+        "front_pid": server.front_pid,
+        "base_model": server.base_model,
+        "gpus": server.gpus,
+        "cpu_slots": server.cpu_slots,
+    }
 
 
 def _node_view(node: Node, free: Demand) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def up(
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to use. Default: all that are there.")] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="Serve the scheduler of this running Ray cluster instead of starting one; 'auto' finds it.")
+        str | None, typer.Option(help="Serve a running Ray cluster instead of starting one; 'auto' finds it.")
     ] = None,
 ) -> None:
     """Start a cluster on this machine and keep it until Ctrl-C.

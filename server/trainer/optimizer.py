@@ -15,9 +15,8 @@ from opentinker.errors import TrainerError
 class MasterOptimizer:
     """The optimizer state of one policy. A parameter in float32 is its own master.
 
-    From construction to `close` the parameters require gradients: a backward pass adds each one's gradient to the
-    accumulated ones here and leaves
-    `parameter.grad` empty.
+    From construction to `close` the parameters require gradients, and a backward pass moves each parameter's gradient from
+    `parameter.grad` to the accumulated ones here.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -101,6 +100,9 @@ class MasterOptimizer:
         if params.max_grad_norm is not None and norm > params.max_grad_norm:
             torch._foreach_mul_(gradients, params.max_grad_norm / norm)
         masters = [self.masters[name] for name in names]
+        if params.learning_rate == 0:
+            # A step of size zero can still turn -0.0 into 0.0, so it moves copies.
+            masters = [master.clone() for master in masters]
         adamw(
             masters,
             gradients,

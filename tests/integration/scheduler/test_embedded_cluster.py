@@ -8,6 +8,8 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -61,9 +63,9 @@ def test_no_process_is_left_of_a_cluster_with_a_running_job(
     record = state.running()
     assert record is not None
     assert (record["url"], record["pid"]) == (url, process.pid)
-    key = Path(record["key_path"]).read_text()
+    assert Path(record["key_path"]) == tmp_path / "state" / "api_key"
     assert stat.S_IMODE(Path(record["key_path"]).stat().st_mode) == 0o600
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=30.0) as http:
+    with user(url, tmp_path) as http:
         config = {"kind": "rl", "base_model": "bears-a-child", "environment": {"name": "waits"}}
         job = http.post("/v1/jobs", json={"config": config}).json()
         while job["state"] in ("QUEUED", "STARTING"):
@@ -105,3 +107,56 @@ def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path) -> None:
         assert time.monotonic() - started < 2.0
     assert "--port 0" in caught.value.hint
     assert StateDir(tmp_path / "state").running() is None
+
+
+RAY = """if True:
+    import sys
+    import ray
+    ray.init(address="local", resources={"cpu_slot": 1}, include_dashboard=False, log_to_driver=False)
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+"""
+GATEWAY = """if True:
+    import json, sys
+    from pathlib import Path
+    from opentinker.scheduler.cluster import EmbeddedCluster
+    folder, settings, address = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+    with EmbeddedCluster.start(folder / "state", folder / "runs", port=0, ray_address=address, settings=settings) as cluster:
+        print(cluster.url, flush=True)
+        sys.stdin.read()
+"""
+
+
+@contextmanager
+def script(code: str, *arguments: str) -> Iterator[str]:
+    """The first line that a Python script prints; it ends in order when the block does."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.communicate("", timeout=60.0)
+        assert process.returncode == 0
+
+
+def test_on_an_existing_ray_cluster_jobs_outlive_the_process_that_serves_the_api(
+    tmp_path: Path, run_marker: str, settings: dict[str, object]
+) -> None:
+    with script(RAY) as address:
+        with script(GATEWAY, str(tmp_path), json.dumps(settings), address) as url, user(url, tmp_path) as http:
+            config = {"kind": "rl", "base_model": "fine", "environment": {"name": "waits"}}
+            path = f"/v1/jobs/{http.post('/v1/jobs', json={'config': config}).json()['id']}"
+        assert StateDir(tmp_path / "state").running() is None
+        with script(GATEWAY, str(tmp_path), json.dumps(settings), address) as url, user(url, tmp_path) as http:
+            job = http.get(path).json()
+            while job["state"] in ("QUEUED", "STARTING"):
+                job = http.get(path, params={"state": job["state"], "wait_s": 10}).json()
+            assert job["state"] == "RUNNING"
+            assert http.post(f"{path}/cancel").json()["state"] == "CANCELLED"
+
+
+@contextmanager
+def user(url: str, folder: Path) -> Iterator[httpx.Client]:
+    key = (folder / "state" / "api_key").read_text()
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=30.0) as http:
+        yield http

@@ -247,7 +247,7 @@ async def test_a_minibatch_that_fails_after_others_were_applied_says_so(
     monkeypatch.setattr(trainer, "optim_step", second_fails)
     before = await server.logprobs()
     minibatches = [Minibatch(indices=(0,)), Minibatch(indices=(0,))]
-    with pytest.raises(TrainerError, match="minibatch 1 of 2: .*not finite; those before it were applied"):
+    with pytest.raises(TrainerError, match=r"minibatch 1 of 2: .*not finite; those before it were applied"):
         await server.client.train_step([datum()], minibatches, LossConfig(name="ppo"), FAST)
     assert not np.array_equal(await server.logprobs(), before)
     assert (await server.client.state())["version"] == 0

@@ -1,0 +1,60 @@
+"""The sliced output head against plain float64 autograd."""
+
+import pytest
+import torch
+
+from opentinker.server.trainer import head
+
+ROWS, HIDDEN, VOCABULARY = 40, 16, 900
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, cap: float, temperature: float) -> torch.Tensor:
+    logits = hidden @ weight.t()
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    return torch.log_softmax(logits / temperature, 1)[torch.arange(len(targets)), targets]
+
+
+@pytest.fixture
+def many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "SLICE_ELEMENTS", ROWS * 256)
+
+
+@pytest.mark.usefixtures("many_slices")
+@pytest.mark.parametrize(("cap", "temperature"), [(0.0, 1.0), (0.0, 0.7), (5.0, 1.3)])
+def test_logprobs_and_gradients_are_those_of_the_whole_softmax(cap: float, temperature: float) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, HIDDEN).requires_grad_(), torch.randn(VOCABULARY, HIDDEN).requires_grad_()
+    targets, gradient = torch.randint(0, VOCABULARY, (ROWS,)), torch.randn(ROWS)
+    logprobs = head.target_logprobs(hidden, weight, targets, cap=cap, temperature=temperature)
+    logprobs.backward(gradient)
+    hidden64, weight64 = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = plain(hidden64, weight64, targets, cap, temperature)
+    expected.backward(gradient.double())
+    assert hidden64.grad is not None
+    assert weight64.grad is not None
+    torch.testing.assert_close(logprobs, expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden.grad, hidden64.grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight.grad, weight64.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("many_slices")
+def test_extreme_logits_stay_finite() -> None:
+    hidden = (torch.eye(ROWS, HIDDEN) * 300).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    logprobs = head.target_logprobs(hidden, weight, torch.zeros(ROWS, dtype=torch.long))
+    logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    assert logprobs.isfinite().all()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
+
+
+def test_a_confident_bfloat16_row_keeps_a_precise_gradient() -> None:
+    # softmax - onehot is a difference of near equals here: rounding the softmax first would lose most of it.
+    hidden = torch.tensor([[6.0, 0.0]], dtype=torch.bfloat16).requires_grad_()
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.bfloat16)
+    head.target_logprobs(hidden, weight, torch.tensor([0])).backward()  # type: ignore[no-untyped-call]
+    p = torch.sigmoid(torch.tensor(-6.0))
+    torch.testing.assert_close(hidden.grad, torch.tensor([[p, -p]], dtype=torch.bfloat16), rtol=0.02, atol=0)

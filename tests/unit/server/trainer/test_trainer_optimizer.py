@@ -1,0 +1,161 @@
+"""AdamW on float32 masters."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from opentinker.client.messages import AdamParams
+from opentinker.errors import TrainerError
+from opentinker.server.trainer.optimizer import MasterOptimizer
+
+PARAMS = AdamParams(learning_rate=0.01, weight_decay=0.1, max_grad_norm=None)
+
+
+def parameter(dtype: torch.dtype = torch.float32, size: int = 50) -> nn.Parameter:
+    return nn.Parameter(torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype), requires_grad=False)
+
+
+def add_gradient(weight: nn.Parameter, gradient: torch.Tensor) -> None:
+    (weight * gradient.to(weight.dtype)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def gradients(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(50, generator=generator) for _ in range(count)]
+
+
+def reference(weight: np.ndarray, grads: list[np.ndarray], params: AdamParams) -> np.ndarray:
+    """Loshchilov & Hutter (2019), Algorithm 2, in float64, with the decay multiplied by the learning rate."""
+    m, v = np.zeros_like(weight), np.zeros_like(weight)
+    for t, g in enumerate(grads, 1):
+        weight = weight - params.learning_rate * params.weight_decay * weight
+        m = params.beta1 * m + (1 - params.beta1) * g
+        v = params.beta2 * v + (1 - params.beta2) * g**2
+        m_hat, v_hat = m / (1 - params.beta1**t), v / (1 - params.beta2**t)
+        weight = weight - params.learning_rate * m_hat / (np.sqrt(v_hat) + params.eps)
+    return weight
+
+
+def test_steps_are_adamw() -> None:
+    weight = parameter()
+    expected = reference(weight.detach().double().numpy(), [g.double().numpy() for g in gradients(4)], PARAMS)
+    optimizer = MasterOptimizer({"w": weight})
+    for gradient in gradients(4):
+        add_gradient(weight, gradient)
+        optimizer.step(PARAMS)
+    np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_small_steps_add_up_in_the_masters_of_bfloat16_weights() -> None:
+    weight = nn.Parameter(torch.ones(50, dtype=torch.bfloat16), requires_grad=False)
+    optimizer = MasterOptimizer({"w": weight})
+    tiny = AdamParams(learning_rate=1e-4, max_grad_norm=None)
+    add_gradient(weight, torch.ones(50))
+    optimizer.step(tiny)
+    assert (weight == 1).all()  # below bfloat16's resolution
+    for _ in range(99):
+        add_gradient(weight, torch.ones(50))
+        optimizer.step(tiny)
+    torch.testing.assert_close(weight.detach().float(), torch.full((50,), 0.99), rtol=0, atol=0.004)
+
+
+def test_gradients_of_bfloat16_weights_add_up_in_float32() -> None:
+    weight = parameter(torch.bfloat16)
+    optimizer = MasterOptimizer({"w": weight})
+    for value in (256.0, *[0.5] * 100):
+        add_gradient(weight, torch.full((50,), value))
+    assert (optimizer.gradients()["w"] == 306).all()
+    assert weight.grad is None
+
+
+def test_clipping_scales_to_the_norm_and_reports_the_norm_before() -> None:
+    weights = [parameter(), parameter()]
+    optimizers = [MasterOptimizer({"w": w}) for w in weights]
+    (gradient,) = gradients(1)
+    add_gradient(weights[0], gradient * 100)
+    norm = optimizers[0].step(AdamParams(learning_rate=0.01, eps=1.0, max_grad_norm=0.5))
+    assert norm == pytest.approx(float(gradient.norm()) * 100, rel=1e-5)
+    add_gradient(weights[1], gradient / gradient.norm() * 0.5)
+    optimizers[1].step(AdamParams(learning_rate=0.01, eps=1.0, max_grad_norm=None))
+    torch.testing.assert_close(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, bad: float) -> None:
+    weight = parameter(dtype)
+    optimizer = MasterOptimizer({"w": weight})
+    add_gradient(weight, gradients(1)[0])
+    optimizer.step(PARAMS)
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    copy = weight.detach().clone()
+    spoiled = gradients(1)[0]
+    spoiled[3] = bad
+    add_gradient(weight, spoiled)
+    with pytest.raises(TrainerError, match="gradient norm"):
+        optimizer.step(PARAMS)
+    assert torch.equal(weight, copy)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())
+    assert optimizer.step_count == 1
+    assert optimizer.gradients() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_learning_rate_zero_no_bit_moves(dtype: torch.dtype) -> None:
+    weight = parameter(dtype)
+    weight[:20] = 0.0
+    weight[:10] = -0.0
+    before = weight.detach().clone().view(torch.uint8)
+    optimizer = MasterOptimizer({"w": weight})
+    for gradient in gradients(3):
+        add_gradient(weight, gradient)
+        optimizer.step(AdamParams(learning_rate=0.0, weight_decay=0.1))
+    assert torch.equal(weight.detach().view(torch.uint8), before)
+
+
+def fail_midway(optimizer: MasterOptimizer, weight: nn.Parameter) -> None:
+    with optimizer.all_or_nothing():
+        add_gradient(weight, gradients(1)[0])
+        raise RuntimeError("midway")
+
+
+def test_passes_that_raise_add_nothing() -> None:
+    weight = parameter()
+    optimizer = MasterOptimizer({"w": weight})
+    for before in ({}, {"w": torch.ones(50)}):
+        with pytest.raises(RuntimeError, match="midway"):
+            fail_midway(optimizer, weight)
+        assert optimizer.gradients().keys() == before.keys()
+        assert all(torch.equal(optimizer.gradients()[name], g) for name, g in before.items())
+        add_gradient(weight, torch.ones(50))
+
+
+def test_a_step_without_gradients_is_a_step_with_zero_gradients() -> None:
+    weights = [parameter(), parameter()]
+    first, second = (MasterOptimizer({"w": w}) for w in weights)
+    for optimizer, weight in zip((first, second), weights, strict=True):
+        add_gradient(weight, gradients(1)[0])
+        optimizer.step(PARAMS)
+    add_gradient(weights[1], torch.zeros(50))
+    assert first.step(PARAMS) == second.step(PARAMS) == 0.0
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_a_loaded_state_continues_bit_for_bit() -> None:
+    weights = [parameter(torch.bfloat16), parameter(torch.bfloat16)]
+    first, second = (MasterOptimizer({"w": w}) for w in weights)
+    add_gradient(weights[0], gradients(1)[0])
+    first.step(PARAMS)
+    second.load_state({name: tensor.clone() for name, tensor in first.state().items()}, first.step_count)
+    for optimizer, weight in zip((first, second), weights, strict=True):
+        add_gradient(weight, gradients(2)[1])
+        optimizer.step(PARAMS)
+    assert torch.equal(weights[0], weights[1])
+    assert all(torch.equal(tensor, second.state()[name]) for name, tensor in first.state().items())
+
+
+def test_a_closed_optimizer_leaves_the_parameters_frozen() -> None:
+    weight = parameter()
+    MasterOptimizer({"w": weight}).close()
+    assert not weight.requires_grad

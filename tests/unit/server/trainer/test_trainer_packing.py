@@ -1,0 +1,99 @@
+"""Packing: every weighted target exactly once, predicted from exactly its own datum's tokens."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opentinker.client.messages import Datum, TokenChunk
+from opentinker.server.trainer.packing import Pack, pack_data
+
+
+def datum(tokens: list[int], weights: list[float]) -> Datum:
+    inputs = np.array(tokens, np.int32)
+    targets = np.append(inputs[1:], 7).astype(np.int32)
+    return Datum((TokenChunk(inputs),), targets, {"weights": np.array(weights, np.float32)})
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Datum]:
+    """Data over two letters, so that prompts and whole data often coincide."""
+    length = st.integers(1, 9)
+    data = []
+    for _ in range(draw(st.integers(0, 8))):
+        n = draw(length)
+        tokens = draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+        weights = draw(st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=n, max_size=n))
+        data.append(datum(tokens, weights))
+    return data
+
+
+def seen_tokens(pack: Pack, row: int) -> list[int]:
+    """The tokens that a row sees, in the order of their positions."""
+    (group,) = [g for g in pack.groups if g.start <= row < g.stop]
+    rows = group.start + np.flatnonzero(group.mask()[row - group.start])
+    positions = pack.positions_T[rows]
+    assert sorted(positions) == list(range(len(rows)))
+    return [int(t) for t in pack.tokens_T[rows[np.argsort(positions)]]]
+
+
+@given(batches(), st.integers(1, 40))
+def test_every_weighted_target_is_covered_once_and_sees_its_own_prefix(data: list[Datum], pack_tokens: int) -> None:
+    covered = []
+    for pack in pack_data(data, pack_tokens):
+        for row, index, step in zip(pack.rows_N, pack.data_N, pack.steps_N, strict=True):
+            covered.append((int(index), int(step)))
+            assert seen_tokens(pack, int(row)) == data[index].tokens[: step + 1].tolist()
+    expected = [(i, int(t)) for i, d in enumerate(data) for t in np.flatnonzero(d.weights)]
+    assert sorted(covered) == expected
+
+
+@given(batches(), st.integers(1, 40))
+def test_a_pack_exceeds_the_budget_only_for_a_single_datum(data: list[Datum], pack_tokens: int) -> None:
+    for pack in pack_data(data, pack_tokens):
+        assert len(pack) == pack.groups[-1].stop
+        if len(pack) > pack_tokens:
+            assert len(set(pack.data_N.tolist())) == 1
+
+
+def test_a_shared_prompt_is_laid_out_once() -> None:
+    prompt = [5, 6, 7]
+    data = [datum([*prompt, a, b], [0, 0, 1, 1, 1]) for a, b in permutations((1, 2, 3), 2)]
+    (pack,) = pack_data(data, 1000)
+    assert len(pack) == len(prompt) + 2 * len(data)
+    assert [g.branches for g in pack.groups] == [(2,) * len(data)]
+    assert np.count_nonzero(pack.rows_N == 2) == len(data)  # all first targets are predicted by the prompt's last row
+
+
+def test_a_group_that_does_not_fit_is_split_and_its_prompt_repeated() -> None:
+    data = [datum([5, 6, a, a], [0, 1, 1, 1]) for a in range(5)]
+    packs = pack_data(data, 6)
+    assert [len(p) for p in packs] == [6, 6, 4]
+    assert all(p.tokens_T[:2].tolist() == [5, 6] for p in packs)
+
+
+def test_tokens_that_no_weighted_target_depends_on_are_left_out() -> None:
+    (pack,) = pack_data([datum([1, 2, 3, 4, 5], [0, 1, 0, 0, 0])], 100)
+    assert pack.tokens_T.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("data", [[], [datum([1], [0])], [datum([1, 2, 3], [0, 0, 0])]])
+def test_without_a_weighted_target_there_is_no_pack(data: list[Datum]) -> None:
+    assert pack_data(data, 100) == []
+
+
+def test_a_datum_of_one_token_is_a_prompt_without_a_branch() -> None:
+    (pack,) = pack_data([datum([4], [1])], 100)
+    assert (pack.tokens_T.tolist(), pack.rows_N.tolist(), pack.steps_N.tolist()) == ([4], [0], [0])
+
+
+@given(batches(), st.randoms(use_true_random=False))
+def test_packs_do_not_depend_on_the_order_of_the_data(data: list[Datum], random: object) -> None:
+    order = list(range(len(data)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    for one, other in zip(pack_data(data, 12), pack_data([data[i] for i in order], 12), strict=True):
+        assert one.tokens_T.tolist() == other.tokens_T.tolist()
+        assert one.groups == other.groups
+        assert one.rows_N.tolist() == other.rows_N.tolist()
