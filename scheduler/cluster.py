@@ -34,7 +34,7 @@ RAY_DIR = Path("/tmp/ot-")
 ACTOR_START_S = 60.0
 HTTP_START_S = 10.0
 HTTP_STOP_S = 2
-_RAY_TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_RAY_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,8 @@ def _ray_connection(**arguments: Any) -> Iterator[None]:
         try:
             ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **arguments)
         except (RayError, RuntimeError, ConnectionError, ValueError) as error:
-            raise UnavailableError(f"Ray did not start: {error}") from error
+            hint = "a cluster with a token needs RAY_AUTH_MODE=token" if isinstance(error, ConnectionError) else ""
+            raise UnavailableError(f"Ray did not start: {error}", hint=hint) from error
         yield
     finally:
         ray.shutdown()

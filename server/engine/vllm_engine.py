@@ -78,6 +78,8 @@ class VllmEngine:
         if lora is not None:
             rank = next(r for r in _LORA_RANKS if r >= lora.rank)
             arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+            # Without it vLLM wraps the output head too, and then fails to score prompts.
+            arguments["lora_target_modules"] = _adapted_modules(model_dir, lora)
         try:
             self._engine = LLMEngine.from_engine_args(
                 EngineArgs(
@@ -265,6 +267,19 @@ def _prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # It would override engine.cache_gib.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def _adapted_modules(model_dir: Path, lora: LoraConfig) -> list[str]:
+    """Short names of the layers that adapters may change."""
+    if lora.target_modules != "all-linear":
+        return list(lora.target_modules)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    head = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head)
+    return sorted({name.rpartition(".")[2] for name in linear})
 
 
 def _vllm_params(params: SamplingParams, index: int, *, prompt_logprobs: bool) -> Any:

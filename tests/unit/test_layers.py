@@ -63,6 +63,8 @@ def imports(path: Path) -> Iterator[Import]:
                     yield Import(path, child.lineno, "." * level, lazy)
                 case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
                     yield from visit(child, True)
+                case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                    yield from visit(child, True)
                 case _:
                     yield from visit(child, lazy)
 

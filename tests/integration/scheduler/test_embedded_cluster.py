@@ -131,7 +131,11 @@ GATEWAY = """if True:
 def script(code: str, *arguments: str) -> Iterator[str]:
     """The first line that a Python script prints; it ends in order when the block does."""
     with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
     ) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()

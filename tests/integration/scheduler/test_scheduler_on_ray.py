@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from opentinker.scheduler.processes import processes_of
+from opentinker.scheduler.state_dir import StateDir
 
 CAUSE = "died (killed, out of memory, or crashed)"
 
@@ -201,7 +202,9 @@ def test_no_key_is_in_any_command_line_environment_or_log(cluster: Any, api: Any
             seen += 1
             assert not any(secret in text for secret in secrets for text in [*arguments, *environment.values()])
     assert seen > 4
-    logs = [path for path in Path("/tmp").glob("ot-*/session_*/logs/*") if path.is_file()]
+    record = StateDir(cluster.key_path.parent).record()
+    assert record is not None
+    logs = [path for path in Path(record["ray_dir"]).glob("session_*/logs/*") if path.is_file()]
     assert logs
     assert not any(secret in path.read_text(errors="replace") for secret in secrets for path in logs)
 

@@ -80,12 +80,15 @@ async def serving(
     *,
     kind: str = "transformers",
     lora: LoraConfig | None = None,
+    lora_serving: str = "merge",
     create: bool = True,
     change: Callable[[Parts], Parts] = lambda parts: parts,
 ) -> AsyncIterator[Server]:
     config = ServerConfig(
         base_model=str(model_dir),
-        engine=EngineConfig.model_validate({"kind": kind, "max_model_len": 256, "max_num_seqs": 16, "cache_gib": 0.1}),
+        engine=EngineConfig.model_validate(
+            {"kind": kind, "max_model_len": 256, "max_num_seqs": 16, "cache_gib": 0.1, "lora_serving": lora_serving}
+        ),
         trainer=TrainerConfig(dtype="float32"),
     )
     worker = Worker(lambda: change(load_parts(model_dir, config, lora, checkpoints)))
@@ -111,12 +114,20 @@ async def server(tiny_model_dir: Path, tmp_path: Path) -> AsyncIterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("kind", ["transformers", "vllm"])
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "lora", "lora_serving"),
+    [
+        ("transformers", None, "merge"),
+        ("transformers", LORA, "merge"),
+        ("vllm", None, "merge"),
+        ("vllm", LORA, "merge"),
+        ("vllm", LORA, "adapter"),
+    ],
+)
 async def test_training_raises_the_logprob_of_rewarded_tokens_and_the_engine_follows(
-    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None
+    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None, lora_serving: str
 ) -> None:
-    async with serving(tiny_model_dir, tmp_path, kind=kind, lora=lora) as server:
+    async with serving(tiny_model_dir, tmp_path, kind=kind, lora=lora, lora_serving=lora_serving) as server:
         before = await server.logprobs()
         np.testing.assert_allclose(await server.engine_logprobs(), before, atol=0.02)
         for step in range(4):
