@@ -14,6 +14,7 @@ import torch
 from opentinker.client.messages import SampleResult
 from opentinker.errors import DeadlineError, EngineError, OpenTinkerError, ServerLostError, TrainerError
 from opentinker.server.execute import execute
+from opentinker.server.memory import release_free_memory
 from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
 from opentinker.server.state import Parts, State
 
@@ -154,6 +155,7 @@ class Worker:
             self._fail([work.operation], _explained(error, kind, f"{work.command} failed"))
         else:
             self._complete([Completion(work.operation, result)])
+        release_free_memory()
         if self._state.fault is not None:
             self._drop_running(self._state.fault)
 

@@ -1,6 +1,6 @@
 """Attention inside the groups of a pack, as an attention implementation that transformers calls in every layer.
 
-Each group attends in itself: a mask over the whole pack would be quadratic in the pack.
+A group attends in tiles, each with its own mask: a mask over the whole pack would be quadratic in the pack.
 """
 
 from typing import Any
@@ -17,34 +17,43 @@ PACKED_ATTENTION = "opentinker_packed"
 """The name under which transformers finds `packed_attention`."""
 
 
+TILE_ROWS = 128
+"""Rows that attend together: branches do not see each other, so a product over many of them is mostly wasted."""
+
+
 class PackLayout:
-    """The groups of a pack on a device, with their masks made once for all layers."""
+    """The tiles of a pack on a device, with their masks made once for all layers."""
 
     def __init__(self, pack: Pack, dtype: torch.dtype, device: torch.device) -> None:
-        self.groups = pack.groups
+        self.tiles = [(group, start, stop) for group in pack.groups for start, stop in group.tiles(TILE_ROWS)]
         self._positions = pack.positions_T
         self._dtype, self._device = dtype, device
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[int | None, list[torch.Tensor]] = {}
 
-    def mask(self, group: Group, window: int | None) -> torch.Tensor:
-        """Additive mask of a group, [L, L] in the model's dtype: 0 where a row sees another, -inf elsewhere.
+    def masks(self, window: int | None) -> list[torch.Tensor]:
+        """Additive mask of each tile, [rows, keys] in the model's dtype: 0 where a row sees a key, -inf elsewhere.
 
-        With a sliding `window` a row sees only the last `window` positions, itself included.
+        A tile's keys are the group's prompt, where it isn't in the tile, and the tile. With a sliding `window` a row sees
+        only the last `window` positions, itself included.
         """
-        key = (group.start, window)
-        if key not in self._masks:
-            sees = group.mask()
-            if window is not None:
-                position = self._positions[group.start : group.stop]
-                sees &= position[:, None] - position[None, :] < window
-            additive = np.where(sees, np.float32(0), np.float32(-np.inf))
-            self._masks[key] = torch.from_numpy(additive).to(self._device, self._dtype)
-        return self._masks[key]
+        if window not in self._masks:
+            self._masks[window] = [self._mask(group, start, stop, window) for group, start, stop in self.tiles]
+        return self._masks[window]
+
+    def _mask(self, group: Group, start: int, stop: int, window: int | None) -> torch.Tensor:
+        rows = np.arange(start, stop) - group.start
+        keys = rows if start == group.start else np.concatenate([np.arange(group.prompt), rows])
+        sees = group.mask()[np.ix_(rows, keys)]
+        if window is not None:
+            position = self._positions[group.start : group.stop]
+            sees &= position[rows][:, None] - position[keys][None, :] < window
+        additive = np.where(sees, np.float32(0), np.float32(-np.inf))
+        return torch.from_numpy(additive).to(self._device, self._dtype)
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of one group: query [H, L, D]; key, value [K, L, D] with H a multiple of K; mask [L, L]."""
-    heads, length, width = query.shape
+    """Attention of one tile: query [H, rows, D]; key, value [K, keys, D] with H a multiple of K; mask [rows, keys]."""
+    heads, rows, width = query.shape
     if query.is_cuda:
         shared = heads // key.shape[0]
         key, value = key.repeat_interleave(shared, 0), value.repeat_interleave(shared, 0)
@@ -53,9 +62,8 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: t
     # Plain products beat the fused CPU kernel, whose backward is slow (measured 3x with head_dim 64 in bfloat16). The
     # query heads that share a key head are rows of one product, so keys and values are never repeated.
     folded = (query * scale).reshape(key.shape[0], -1, width)
-    scores = torch.bmm(folded, key.transpose(1, 2)).view(key.shape[0], -1, length, length).add_(mask)
-    weights = torch.softmax(scores, -1).view(key.shape[0], -1, length)
-    return torch.bmm(weights, value).view(heads, length, -1)
+    scores = torch.bmm(folded, key.transpose(1, 2)).add_(mask.repeat(heads // key.shape[0], 1))
+    return torch.bmm(torch.softmax(scores, -1), value).view(heads, rows, -1)
 
 
 def packed_attention(
@@ -81,12 +89,15 @@ def packed_attention(
         raise TrainerError(f"{type(module).__name__} does not pass the pack's layout to its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # split, not slices: the gradient of a slice is as long as the whole pack.
-    sizes = [group.stop - group.start for group in packed.groups]
-    queries, keys, values = (tensor[0].split(sizes, 1) for tensor in (query, key, value))
-    parts = [
-        _attend(q, k, v, packed.mask(group, sliding_window), scale)
-        for group, q, k, v in zip(packed.groups, queries, keys, values, strict=True)
-    ]
+    sizes = [stop - start for _, start, stop in packed.tiles]
+    queries, keys, values = (torch.split(tensor[0], sizes, 1) for tensor in (query, key, value))
+    parts = []
+    for (group, start, _), mask, q, k, v in zip(packed.tiles, packed.masks(sliding_window), queries, keys, values, strict=True):
+        if start == group.start:
+            prompt_k, prompt_v = k[:, : group.prompt], v[:, : group.prompt]
+        else:
+            k, v = torch.cat([prompt_k, k], 1), torch.cat([prompt_v, v], 1)
+        parts.append(_attend(q, k, v, mask, scale))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return joined.transpose(0, 1)[None].contiguous(), None
 

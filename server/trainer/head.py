@@ -12,8 +12,7 @@ SLICE_ELEMENTS = 1 << 21
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """The softmax runs over slices of the vocabulary, and the backward pass computes them again; every row of the head's
-    gradient is written once, whatever N is.
+    """The softmax runs over slices of the vocabulary, and the backward pass computes them again.
 
     With p = softmax over V, m = the slice's part of p and q = softmax over the slice, the gradient of a target's logprob is
     onehot - p = -m * (q - onehot / m). Its row factors go into the small matrices, so that in the big ones only the
@@ -22,9 +21,15 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, cap: float, temperature: float
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        targets_N: torch.Tensor,
+        weight_grad_VH: torch.Tensor | None,
+        cap: float,
+        temperature: float,
     ) -> torch.Tensor:
-        ctx.cap, ctx.temperature = cap, temperature
+        ctx.cap, ctx.temperature, ctx.weight_grad_VH = cap, temperature, weight_grad_VH
         target_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         parts = []
         for start, stop in _slices(hidden_NH, weight_VH):
@@ -40,11 +45,9 @@ class _TargetLogprobs(torch.autograd.Function):
         return logprobs_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         hidden_NH, weight_VH, targets_N, logprobs_N, masses_N = ctx.saved_tensors
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        hidden_grad = torch.zeros_like(hidden_NH, dtype=torch.float32) if need_hidden else None
-        weight_grad = torch.empty_like(weight_VH) if need_weight else None
+        hidden_grad_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
         scale_N = grads[0] / -ctx.temperature
         for (start, stop), mass_N in zip(_slices(hidden_NH, weight_VH), masses_N, strict=True):
             weight_SH = weight_VH[start:stop]
@@ -55,11 +58,10 @@ class _TargetLogprobs(torch.autograd.Function):
             if ctx.cap:
                 grad_NS *= 1 - (logits_NS.float() * (ctx.temperature / ctx.cap)).square()
             factor_N1 = (scale_N * mass_N)[:, None]
-            if hidden_grad is not None:
-                hidden_grad.addcmul_((grad_NS @ weight_SH).float(), factor_N1)
-            if weight_grad is not None:
-                torch.mm(grad_NS.t(), (hidden_NH * factor_N1).to(hidden_NH.dtype), out=weight_grad[start:stop])
-        return (None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype)), weight_grad, None, None, None
+            hidden_grad_NH.addcmul_((grad_NS @ weight_SH).float(), factor_N1)
+            if ctx.weight_grad_VH is not None:
+                ctx.weight_grad_VH[start:stop] += grad_NS.t() @ (hidden_NH * factor_N1).to(hidden_NH.dtype)
+        return hidden_grad_NH.to(hidden_NH.dtype), None, None, None, None, None
 
 
 def _slices(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> list[tuple[int, int]]:
@@ -86,15 +88,17 @@ def target_logprobs(
     hidden_NH: torch.Tensor,
     weight_VH: torch.Tensor,
     targets_N: torch.Tensor,
+    weight_grad_VH: torch.Tensor | None = None,
     *,
     cap: float = 0.0,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """log softmax(cap * tanh(hidden @ weight.T / cap) / temperature) at the targets, float32[N]; differentiable.
+    """log softmax(cap * tanh(hidden @ weight.T / cap) / temperature) at the targets, float32[N].
 
-    `cap` 0 = no soft cap. `targets_N` is int64.
+    Differentiable in `hidden_NH`. The backward pass adds the gradient of the weight, the largest there is, straight to
+    `weight_grad_VH` (float32, once per slice), if given. `cap` 0 = no soft cap. `targets_N` is int64.
     """
     logprobs: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, targets_N, cap, temperature
+        hidden_NH, weight_VH, targets_N, weight_grad_VH, cap, temperature
     )
     return logprobs

@@ -38,6 +38,10 @@ class PackedModel:
         self.names: dict[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
         """Every Hugging Face parameter name, tied ones too. LoRA layers keep these parameters but not their names."""
         self._untied = {name for name, _ in self.model.named_parameters()}
+        self._head = self.model.get_output_embeddings().weight
+        self.head_name = next(name for name, p in self.trainable().items() if p is self._head)
+        # A gradient for the few rows of a pack instead of a dense one for the whole vocabulary.
+        self.model.get_input_embeddings().sparse = True
         self._soft_cap = float(getattr(self.config, "final_logit_softcapping", None) or 0.0)
         self._prove()
 
@@ -59,8 +63,13 @@ class PackedModel:
             if longest is not None and len(datum) > longest:
                 raise InvalidRequestError(f"datum {index} has {len(datum)} tokens, the model takes {longest}")
 
-    def logprobs(self, pack: Pack, targets_N: IntArray, temperature: float) -> torch.Tensor:
-        """Logprob of each weighted target of the pack, float32[N], differentiable in what is trainable."""
+    def logprobs(
+        self, pack: Pack, targets_N: IntArray, temperature: float, head_grad_VH: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logprob of each weighted target of the pack, float32[N], differentiable in what is trainable.
+
+        The output head's own gradient goes to `head_grad_VH` only (float32).
+        """
         hidden_TH = self.model.base_model(
             input_ids=self._tensor(pack.tokens_T)[None],
             position_ids=self._tensor(pack.positions_T)[None],
@@ -69,8 +78,9 @@ class PackedModel:
         ).last_hidden_state[0]
         return target_logprobs(
             hidden_TH[self._tensor(pack.rows_N)],
-            self.model.get_output_embeddings().weight,
+            self._head,
             self._tensor(targets_N),
+            head_grad_VH,
             cap=self._soft_cap,
             temperature=temperature,
         )

@@ -48,13 +48,23 @@ class MasterOptimizer:
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
-        if name in self._filled:
-            self._gradients[name].add_(gradient)
+        if gradient.is_sparse or name in self._filled:
+            self.gradient(name).add_(gradient)
         elif name in self._gradients:
             self._gradients[name].copy_(gradient)
         else:
             self._gradients[name] = gradient.float()
         self._filled.add(name)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """A parameter's accumulated gradient, float32, to add to in place; zeros if there is none yet."""
+        if name not in self._filled:
+            if name in self._gradients:
+                self._gradients[name].zero_()
+            else:
+                self._gradients[name] = torch.zeros_like(self.masters[name])
+            self._filled.add(name)
+        return self._gradients[name]
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The accumulated gradients, float32; a parameter that took part in no pass is missing (its gradient is zero)."""
@@ -86,10 +96,7 @@ class MasterOptimizer:
             TrainerError: the norm is not finite; the weights and the optimizer state stay as they are.
         """
         names = list(self.parameters)
-        for name in names:
-            if name not in self._filled:
-                self._gradients[name] = torch.zeros_like(self.masters[name])
-        gradients = [self._gradients[name] for name in names]
+        gradients = [self.gradient(name) for name in names]
         self.clear_gradients()
         norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
         if not norm < float("inf"):

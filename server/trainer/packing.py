@@ -35,6 +35,17 @@ class Group:
         shared = (branch_L[None, :] == 0) | (branch_L[None, :] == branch_L[:, None])
         return np.tril(shared)
 
+    def tiles(self, rows: int) -> list[tuple[int, int]]:
+        """(start, stop) in the pack of consecutive parts of at most `rows` rows, if they can be had without cutting the
+        prompt or a branch. The first one starts with the prompt; a part sees the prompt and itself only."""
+        tiles, start, stop = [], self.start, self.start + self.prompt
+        for branch in self.branches:
+            if branch and stop + branch - start > rows:
+                tiles.append((start, stop))
+                start = stop
+            stop += branch
+        return [*tiles, (start, stop)]
+
 
 @dataclass(frozen=True)
 class Pack:

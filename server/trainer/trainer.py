@@ -107,13 +107,14 @@ class TorchTrainer:
             InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary.
             TrainerError: the loss is not finite.
         """
-        optimizer = self._get(policy).optimizer
+        optimizer, full = self._get(policy).optimizer, not self.is_lora(policy)
         self.check(data, loss)
         logprobs = [np.zeros(len(datum), np.float32) for datum in data]
         metrics = []
         with optimizer.all_or_nothing():
             for pack in pack_data(data, self._config.pack_tokens):
-                logprobs_N = self._logprobs(policy, data, pack, loss.temperature)
+                head_grad = optimizer.gradient(self._model.head_name) if full else None
+                logprobs_N = self._logprobs(policy, data, pack, loss.temperature, head_grad)
                 total, part = token_loss(loss, logprobs_N, self._arrays(data, pack))
                 if not np.isfinite(part["loss_sum"] * factor):
                     raise TrainerError(f"the loss is {part['loss_sum']}; no gradient was added")
@@ -186,10 +187,17 @@ class TorchTrainer:
             raise NotFoundError(f"this server has no policy {policy}")
         return self._policies[policy]
 
-    def _logprobs(self, policy: str, data: Sequence[Datum], pack: Pack, temperature: float) -> torch.Tensor:
+    def _logprobs(
+        self,
+        policy: str,
+        data: Sequence[Datum],
+        pack: Pack,
+        temperature: float,
+        head_grad_VH: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         targets_N = np.array([data[d].targets[t] for d, t in zip(pack.data_N, pack.steps_N, strict=True)], np.int32)
         with self._adapter_pass.using([policy]):
-            return self._model.logprobs(pack, targets_N, temperature)
+            return self._model.logprobs(pack, targets_N, temperature, head_grad_VH)
 
     def _arrays(self, data: Sequence[Datum], pack: Pack) -> dict[str, torch.Tensor]:
         """The data's arrays at the pack's weighted targets, float32[N] each."""
