@@ -16,7 +16,6 @@ from opentinker.config.job import LoraConfig, ServerConfig
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, from_problem
 from opentinker.server.front import Front, create_app
 from opentinker.server.listener import Listener
-from opentinker.server.memory import bound_kernel_cache
 from opentinker.server.protocol import Completion, Work
 
 CALL_S = 60.0
@@ -41,7 +40,6 @@ class WorkerProcess:
             UnknownModelError, EngineError: the model cannot be loaded.
         """
         # Torch and transformers load here, in the actor, and not with this module.
-        bound_kernel_cache()
         from opentinker.server.loading import load_parts, server_info
         from opentinker.server.models import resolve_model
         from opentinker.server.worker import Worker

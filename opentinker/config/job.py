@@ -165,7 +165,9 @@ class RLTrainingConfig(Config):
     """Tasks, samples and adapter initialisation derive from it."""
     optimizer: AdamParams = AdamParams()
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Learning rate rises linearly over these steps, then stays."""
+    """The learning rate rises linearly over these steps."""
+    decay: Literal["none", "linear"] = "none"
+    """'linear' lets the learning rate fall after the warm-up, to reach 0 one step after the last; steadier endings."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Checkpoint every this many steps; the last step is always saved under 'final'."""
     transcripts_per_step: Annotated[int, Field(ge=0)] = 2

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from opentinker.algorithms.grpo import group_advantages
 from opentinker.client.messages import AdamParams, Datum, IntArray, LossConfig, Minibatch, Sample, SampleResult, SamplingParams
-from opentinker.config.job import RLJobConfig
+from opentinker.config.job import RLJobConfig, RLTrainingConfig
 from opentinker.env.environment import Environment
 from opentinker.errors import EpisodesFailedError
 from opentinker.rendering.renderer import ConversationRenderer
@@ -141,7 +141,7 @@ class RLLoop:
             minibatches=config.algorithm.minibatches,
             epochs=config.algorithm.epochs,
         )
-        optimizer = warmed_up(config.training.optimizer, number, config.training.warmup_steps)
+        optimizer = scheduled(config.training, number)
         trained = await self._train(batch, optimizer)
         ended = time.monotonic()
         publish_s = float(trained["publish"]["seconds"]) if trained else 0.0
@@ -200,11 +200,15 @@ class RLLoop:
         return result.samples[0]
 
 
-def warmed_up(optimizer: AdamParams, step: int, warmup_steps: int) -> AdamParams:
-    """The optimizer of the `step`-th step (from 1): its learning rate rises linearly over the warm-up."""
-    if step >= warmup_steps:
-        return optimizer
-    return optimizer.model_copy(update={"learning_rate": optimizer.learning_rate * step / warmup_steps})
+def scheduled(training: RLTrainingConfig, step: int) -> AdamParams:
+    """The optimizer of the `step`-th step (from 1), with the learning rate that warm-up and decay give it."""
+    scale = 1.0
+    if step < training.warmup_steps:
+        scale = step / training.warmup_steps
+    elif training.decay == "linear":
+        falling = training.steps + 1 - max(training.warmup_steps, 1)
+        scale = max(0.0, (training.steps + 1 - step) / falling) if falling > 0 else 1.0
+    return training.optimizer.model_copy(update={"learning_rate": training.optimizer.learning_rate * scale})
 
 
 def _commonest_failure(groups: Sequence[Group]) -> str:

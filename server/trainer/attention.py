@@ -17,7 +17,7 @@ PACKED_ATTENTION = "opentinker_packed"
 """The name under which transformers finds `packed_attention`."""
 
 
-TILE_ROWS = 128
+TILE_ROWS = 192
 """Rows that attend together: branches do not see each other, so a product over many of them is mostly wasted."""
 
 
@@ -90,7 +90,7 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # split, not slices: the gradient of a slice is as long as the whole pack.
     sizes = [stop - start for _, start, stop in packed.tiles]
-    queries, keys, values = (torch.split(tensor[0], sizes, 1) for tensor in (query, key, value))
+    queries, keys, values = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
     parts = []
     for (group, start, _), mask, q, k, v in zip(packed.tiles, packed.masks(sliding_window), queries, keys, values, strict=True):
         if start == group.start:
@@ -99,7 +99,7 @@ def packed_attention(
             k, v = torch.cat([prompt_k, k], 1), torch.cat([prompt_v, v], 1)
         parts.append(_attend(q, k, v, mask, scale))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return joined.transpose(0, 1)[None].contiguous(), None
+    return joined.transpose(0, 1).unsqueeze(0).contiguous(), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

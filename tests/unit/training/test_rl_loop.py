@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from opentinker.client.messages import AdamParams
+from opentinker.config.job import RLTrainingConfig
 from opentinker.env.environment import Environment, StepResult
 from opentinker.errors import EpisodesFailedError, UnavailableError
-from opentinker.training.rl import FRUITLESS_STEPS, RLLoop, warmed_up
+from opentinker.training.rl import FRUITLESS_STEPS, RLLoop, scheduled
 
 
 async def test_the_reward_rises_and_the_held_out_score_with_it(policy, seven, make_config, recorder) -> None:
@@ -147,5 +148,15 @@ async def test_an_environment_without_held_out_tasks_is_not_evaluated(policy, se
 
 
 def test_the_learning_rate_rises_linearly_over_the_warm_up_and_stays() -> None:
-    rates = [warmed_up(AdamParams(learning_rate=1.0), step, 4).learning_rate for step in range(1, 7)]
+    rates = [
+        scheduled(RLTrainingConfig(optimizer=AdamParams(learning_rate=1.0), warmup_steps=4), n).learning_rate
+        for n in range(1, 7)
+    ]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_the_learning_rate_falls_linearly_after_the_warm_up_and_the_last_step_still_learns() -> None:
+    training = RLTrainingConfig(steps=5, optimizer=AdamParams(learning_rate=1.0), decay="linear")
+    assert [round(scheduled(training, step).learning_rate, 3) for step in range(1, 8)] == [1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0]
+    warmed = training.model_copy(update={"warmup_steps": 2})
+    assert [round(scheduled(warmed, step).learning_rate, 3) for step in range(1, 6)] == [0.5, 1.0, 0.75, 0.5, 0.25]

@@ -1,0 +1,77 @@
+"""Attention in tiles against attention over the whole pack with one dense mask."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from opentinker.client.messages import Datum, TokenChunk
+from opentinker.errors import TrainerError
+from opentinker.server.trainer import attention
+from opentinker.server.trainer.attention import PackLayout, packed_attention
+from opentinker.server.trainer.packing import Pack, pack_data
+
+HEADS, KEY_HEADS, WIDTH = 4, 2, 8
+
+
+def make_pack() -> Pack:
+    rng = np.random.default_rng(0)
+    data = []
+    for prompt, branches in ((5, (3, 0, 4, 2)), (1, (6,)), (9, (1, 1))):
+        start = rng.integers(0, 50, prompt)
+        for length in branches:
+            tokens = np.concatenate([start, rng.integers(0, 50, length)]).astype(np.int32)
+            weights = (np.arange(len(tokens)) >= prompt - 1).astype(np.float32)
+            data.append(Datum((TokenChunk(tokens),), tokens, {"weights": weights}))
+    (pack,) = pack_data(data, 100)
+    return pack
+
+
+def dense(pack: Pack, window: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    sees = torch.zeros(len(pack), len(pack), dtype=torch.bool)
+    for group in pack.groups:
+        sees[group.start : group.stop, group.start : group.stop] = torch.from_numpy(group.mask())
+    if window is not None:
+        position = torch.from_numpy(pack.positions_T)
+        sees &= position[:, None] - position[None, :] < window
+    k, v = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (k, v))
+    scores = (q @ k.transpose(2, 3) * WIDTH**-0.5).masked_fill(~sees, -torch.inf)
+    return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("tile_rows", [1, 8, 1000])
+@pytest.mark.parametrize("window", [None, 3])
+def test_tiles_attend_as_one_dense_mask_does(tile_rows: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "TILE_ROWS", tile_rows)
+    pack = make_pack()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, len(pack), WIDTH, generator=generator).requires_grad_() for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+    )
+    layout = PackLayout(pack, torch.float32, torch.device("cpu"))
+    out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, sliding_window=window, packed=layout)
+    expected = dense(pack, window, q, k, v)
+    torch.testing.assert_close(out, expected)
+    seed = torch.randn(out.shape, generator=generator)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, (q, k, v), seed), torch.autograd.grad(expected, (q, k, v), seed), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_tiles_cover_a_group_and_cut_neither_prompt_nor_branch() -> None:
+    for group in make_pack().groups:
+        for rows in range(1, 20):
+            tiles = group.tiles(rows)
+            assert tiles[0][0] == group.start
+            assert tiles[-1][1] == group.stop
+            assert all(a[1] == b[0] for a, b in pairwise(tiles))
+            bounds = group.start + group.prompt + np.cumsum([0, *group.branches])
+            assert {stop for _, stop in tiles} <= set(bounds.tolist())
+
+
+def test_a_model_that_drops_the_layout_is_an_error() -> None:
+    tensor = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(TrainerError, match="Identity does not pass"):
+        packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None)
