@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: a tiny Llama with a tokenizer of its own, built from nothing."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def build_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+# A suite that was started in the background inherits an ignored SIGINT, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
