@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from opentinker.errors import TrainerError
+from opentinker.errors import ConfigError, TrainerError
 from opentinker.server.trainer.packing import Group, Pack
 
 PACKED_ATTENTION = "opentinker_packed"
 """The name under which transformers finds `packed_attention`."""
-
 
 TILE_ROWS = 192
 """Rows that attend together: branches do not see each other, so a product over many of them is mostly wasted."""
@@ -84,7 +83,11 @@ def packed_attention(
 
     Raises:
         TrainerError: the model did not pass the layout on.
+        ConfigError: the model bends its scores (soft cap) or has attention sinks.
     """
+    for name in ("softcap", "s_aux"):
+        if unused.get(name) is not None:
+            raise ConfigError(f"the trainer cannot pack models whose attention has '{name}'")
     if packed is None:
         raise TrainerError(f"{type(module).__name__} does not pass the pack's layout to its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

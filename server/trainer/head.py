@@ -99,6 +99,6 @@ def target_logprobs(
     `weight_grad_VH` (float32, once per slice), if given. `cap` 0 = no soft cap. `targets_N` is int64.
     """
     logprobs: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, targets_N, weight_grad_VH, cap, temperature
+        hidden_NH, weight_VH.detach(), targets_N, weight_grad_VH, cap, temperature
     )
     return logprobs

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from trainer_tools import assert_same, gradients, make_data, make_trainer, plain_logprobs, plain_loss, plain_model
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, MistralConfig, PretrainedConfig, Qwen3Config
 
 from opentinker.client.messages import LossConfig, PolicySpec
 from opentinker.errors import ConfigError
@@ -56,8 +56,19 @@ def test_other_decoders_train_as_plain_transformers_does(config: PretrainedConfi
     assert_same(gradients(trainer), reference, relative=2e-4)
 
 
-def test_an_architecture_that_packing_would_get_wrong_is_refused(tmp_path: Path) -> None:
-    # A soft cap inside the attention is unknown to the packed attention.
-    config = Gemma2Config(**SIZES, sliding_window=64, attn_logit_softcapping=0.05)
-    with pytest.raises(ConfigError, match="cannot pack gemma2 models"):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Gemma2Config(**SIZES, sliding_window=64, attn_logit_softcapping=50.0), "attention has 'softcap'"),
+        (
+            CohereConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, logit_scale=0.2),
+            "cannot pack cohere models: logprobs differ",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_an_architecture_that_packing_would_get_wrong_is_refused(
+    config: PretrainedConfig, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         make_trainer(save(config, tmp_path))

@@ -211,7 +211,7 @@ def test_a_pass_that_fails_midway_leaves_earlier_gradients_as_they_were(tiny_mod
     trainer, data = full_trainer(tiny_model_dir, 16), make_data()
     trainer.forward_backward("p", data, PPO, 1.0)
     before = gradients(trainer)
-    spoiled = [*data[:-1], with_arrays(data[-1], advantages=data[-1].weights * np.float32(np.inf))]
+    spoiled = [*data[:-1], with_arrays(data[-1], advantages=np.full(len(data[-1]), np.inf, np.float32))]
     with pytest.raises(TrainerError, match="no gradient was added"):
         trainer.forward_backward("p", spoiled, PPO, 1.0)
     assert_same(gradients(trainer), before)
