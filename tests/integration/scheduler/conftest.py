@@ -35,7 +35,7 @@ def run_marker() -> Iterator[str]:
         yield marker
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def cluster(run_marker: str) -> Iterator[Any]:
     from opentinker.scheduler.cluster import EmbeddedCluster
 
