@@ -38,11 +38,17 @@ class _Parts:
     pids: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class _Driver:
+    actor: Any
+    pid: int | None = None
+
+
 class RayLauncher:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._parts: dict[str, _Parts] = {}
-        self._drivers: dict[str, Any] = {}
+        self._drivers: dict[str, _Driver] = {}
 
     async def nodes(self) -> list[Node]:
         return [_node(entry) for entry in await asyncio.to_thread(ray.nodes) if entry["Alive"]]
@@ -155,7 +161,7 @@ class RayLauncher:
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
         functions = {"rl": self._settings.rl_driver}
-        driver = self._drivers[spec.job_id] = (
+        actor = (
             ray.remote(DriverProcess)
             .options(
                 num_cpus=0,
@@ -165,14 +171,14 @@ class RayLauncher:
             )
             .remote(spec.job_id, spec.run_dir)
         )
-        pid = None
+        driver = self._drivers[spec.job_id] = _Driver(actor)
         try:
-            pid = int((await driver.describe.remote())["pid"])
-            outcome = await driver.run.remote(
+            driver.pid = int((await actor.describe.remote())["pid"])
+            outcome = await actor.run.remote(
                 functions[spec.kind], spec.config, spec.endpoint, spec.token, spec.policy_id, spec.run_dir, spec.code_dir
             )
         except RayActorError as error:
-            return DriverOutcome(f"{_death('the driver process', pid, error)}; see {LOG_NAME}")
+            return DriverOutcome(f"{_death('the driver process', driver.pid, error)}; see {LOG_NAME}")
         except RayTaskError as error:
             return DriverOutcome(f"the driver did not start: {_other_side(error)}")
         return DriverOutcome(outcome["cause"], outcome["code"])
@@ -180,20 +186,31 @@ class RayLauncher:
     async def stop_driver(self, job_id: str) -> None:
         driver = self._drivers.pop(job_id, None)
         if driver is not None:
-            ray.kill(driver)
+            await self._kill(driver.actor, on_its_way=driver.pid is None)
 
     async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
         parts = self._parts.get(server_id)
         if parts is not None:
-            for actor in (parts.front, parts.worker):
+            for which, actor in (("front", parts.front), ("worker", parts.worker)):
                 if graceful:
                     await self._ask_to_stop(actor)
-                ray.kill(actor)
+                await self._kill(actor, on_its_way=which not in parts.pids)
             remove_placement_group(parts.group)
         left = [pid for job_id in job_ids for pid in await self._reap(job_id, node_id)]
         if not left:
             self._parts.pop(server_id, None)
         return left
+
+    async def _kill(self, actor: Any, *, on_its_way: bool) -> None:
+        """Kill an actor. One whose process is still coming up is awaited first: Ray would forget the actor but keep the
+        process, idle, and with the job's environment."""
+        if on_its_way:
+            try:
+                async with asyncio.timeout(self._settings.arrival_timeout_s):
+                    await actor.__ray_ready__.remote()
+            except (TimeoutError, RayError) as error:
+                logger.info("event=no_arrival actor=%s error=%s", actor, type(error).__name__)
+        ray.kill(actor)
 
     async def _ask_to_stop(self, actor: Any) -> None:
         try:

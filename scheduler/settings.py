@@ -27,6 +27,8 @@ class Settings(Config):
     """Longest start of a server; loading a large model takes its time."""
     graceful_stop_s: Seconds = 3.0
     """How long a server may take to stop by itself before its processes are killed."""
+    arrival_timeout_s: Seconds = 10.0
+    """How long a stop waits for a process that is just being started, to kill it rather than miss it."""
     kill_after_s: Seconds = 1.0
     """How long processes that Ray was told to kill may take to vanish before they are killed by process id."""
     exit_timeout_s: Seconds = 10.0

@@ -88,16 +88,12 @@ def test_cancel_while_starting_leaves_nothing(api: Any) -> None:
     assert api.free_slots() == 2
 
 
-@pytest.mark.xfail(strict=False, reason="known bug: on a slow machine Ray brings an idle worker up after the cancel's sweep")
 def test_cancel_before_the_first_process_is_up_leaves_nothing(api: Any) -> None:
     job = api.wait(api.interactive("hangs"), "STARTING")
     job = api.post(f"/v1/jobs/{job['id']}/cancel")
     assert api.free_slots() == 2
-    time.sleep(1.5)  # a process that was on its way may come up after the cancel, and then ends by itself
-    deadline = time.monotonic() + 20.0
-    while pids_of(job):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    time.sleep(3.0)  # longer than a process takes to come up
+    assert pids_of(job) == []
 
 
 def test_a_server_that_does_not_stop_by_itself_is_killed(api: Any) -> None:
