@@ -1,6 +1,7 @@
 """A cluster from one command: Ray, the scheduler's actor and its HTTP API, started and stopped by this process."""
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -16,6 +17,7 @@ from typing import Any, Self
 
 import ray
 import uvicorn
+from ray._private import services
 from ray.exceptions import RayError
 
 from opentinker.config.base import parse_config
@@ -182,13 +184,28 @@ def _ray_connection(**arguments: Any) -> Iterator[None]:
     ray._private.worker._worker_logs_enabled = False
     try:
         try:
-            ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **arguments)
+            with _daemons_in_own_groups():
+                ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **arguments)
         except (RayError, RuntimeError, ConnectionError, ValueError) as error:
             hint = "a cluster with a token needs RAY_AUTH_MODE=token" if isinstance(error, ConnectionError) else ""
             raise UnavailableError(f"Ray did not start: {error}", hint=hint) from error
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _daemons_in_own_groups() -> Iterator[None]:
+    """Ray's processes that are started within get process groups of their own.
+
+    A terminal, `timeout` and service managers signal whole groups; Ray must outlive that, for the jobs to be ended with it.
+    """
+    start = services.ConsolePopen
+    services.ConsolePopen = functools.partial(start, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = start
 
 
 def _await(reference: Any, timeout_s: float, failure: str) -> Any:

@@ -1,7 +1,7 @@
 """What the commands share: options, the connection to a cluster, and how errors look."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ KeyOption = Annotated[
 ]
 StateDirOption = Annotated[Path, typer.Option("--state-dir", help="Where the cluster on this machine keeps its state.")]
 DEFAULT_STATE_DIR = STATE_DIR
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 JobArgument = Annotated[str, typer.Argument(help="The job's id, as `opentinker ps` shows it.", show_default=False)]
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML file with the job's config.", show_default=False)]
 OverridesArgument = Annotated[
@@ -65,28 +66,32 @@ def read_rl_config(path: Path, overrides: list[str] | None) -> RLJobConfig:
 
 
 @contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt within, so that it tidies up like Ctrl-C."""
+def signals_as_interrupt() -> Iterator[None]:
+    """SIGTERM, and SIGHUP unless it is ignored (nohup), raise KeyboardInterrupt within, to tidy up like Ctrl-C."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    numbers = [n for n in _ENDINGS if n == signal.SIGTERM or signal.getsignal(n) != signal.SIG_IGN]
+    with _handled(numbers, interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM are ignored within, for cleaning up that must not be cut short (and has deadlines of its own)."""
-    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+    """Ctrl-C, SIGTERM and SIGHUP are ignored within, for cleaning up that must not be cut short and has deadlines itself."""
+    with _handled([signal.SIGINT, *_ENDINGS], signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _handled(numbers: Sequence[int], handler: Any) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def ago(then: float | None, now: float) -> str:

@@ -22,7 +22,7 @@ from opentinker.cli.common import (
     err,
     out,
     read_rl_config,
-    sigterm_as_interrupt,
+    signals_as_interrupt,
     uninterrupted,
 )
 from opentinker.cli.follow import follow
@@ -71,7 +71,7 @@ def demo(
         env, lora=lora, engine=engine, seed=seed, steps=steps, learning_rate=learning_rate, base_model=base_model
     )
     console = err if as_json else out
-    with sigterm_as_interrupt(), _cluster(state_dir, runs_dir, console) as client:
+    with signals_as_interrupt(), _cluster(state_dir, runs_dir, console) as client:
         summary = _run(client, config, console)
     summary["wall_s"] = time.monotonic() - started
     console.print(headline(env, summary), soft_wrap=True)
@@ -131,7 +131,7 @@ def _cluster(state_dir: Path, runs_dir: Path, console: Console) -> Iterator[Sche
         )
         try:
             # SIGTERM again: Ray has set a handler of its own.
-            with sigterm_as_interrupt(), connected(None, None, Path(folder)) as client:
+            with signals_as_interrupt(), connected(None, None, Path(folder)) as client:
                 yield client
         finally:
             with uninterrupted():

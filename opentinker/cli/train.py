@@ -16,7 +16,7 @@ from opentinker.cli.common import (
     err,
     out,
     read_rl_config,
-    sigterm_as_interrupt,
+    signals_as_interrupt,
 )
 from opentinker.client.client import Client
 from opentinker.client.local import find_cluster
@@ -43,7 +43,7 @@ def train(
     code_dir = file.parent if file else None
     checked_environment(job, code_dir)
     address, api_key = find_cluster(url, key, state_dir)
-    with sigterm_as_interrupt(), Client(address, api_key) as client:
+    with signals_as_interrupt(), Client(address, api_key) as client:
         err.print("waiting for a server")
         with client.create_job(
             job.base_model,

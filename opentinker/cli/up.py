@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from opentinker.cli.common import DEFAULT_STATE_DIR, StateDirOption, out, sigterm_as_interrupt, uninterrupted
+from opentinker.cli.common import DEFAULT_STATE_DIR, StateDirOption, out, signals_as_interrupt, uninterrupted
 
 
 def up(
@@ -29,7 +29,7 @@ def up(
     """
     from opentinker.scheduler.cluster import EmbeddedCluster
 
-    with sigterm_as_interrupt():
+    with signals_as_interrupt():
         cluster = EmbeddedCluster.start(
             state_dir=state_dir.resolve(),
             runs_dir=runs_dir.resolve(),
@@ -40,7 +40,7 @@ def up(
             ray_address=ray_address,
         )
         try:
-            with sigterm_as_interrupt():  # again: Ray has set a handler of its own
+            with signals_as_interrupt():  # again: Ray has set a handler of its own
                 out.print(f"cluster is up at [bold]{cluster.url}[/bold]")
                 out.print(f"API key in {cluster.key_path}", soft_wrap=True)
                 out.print("Ctrl-C stops it")

@@ -20,11 +20,11 @@ SLOTS = 2
 CLUSTER = f"""
 import sys, threading
 from pathlib import Path
-from opentinker.cli.common import sigterm_as_interrupt
+from opentinker.cli.common import signals_as_interrupt
 from opentinker.scheduler.cluster import EmbeddedCluster
 
 with EmbeddedCluster.start(Path(sys.argv[1]), Path(sys.argv[2]), port=0, cpu_slots={SLOTS}, gpus=0,
-                           settings={{"lease_s": {LEASE_S}}}), sigterm_as_interrupt():
+                           settings={{"lease_s": {LEASE_S}}}), signals_as_interrupt():
     try:
         threading.Event().wait()
     except KeyboardInterrupt:

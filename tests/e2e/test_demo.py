@@ -1,6 +1,7 @@
 """`opentinker demo` and `opentinker up`: what they start, they stop."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -61,8 +62,14 @@ def test_a_demo_uses_the_cluster_that_runs(demo, cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("number", "when"),
-    [(signal.SIGINT, "starting a cluster"), (signal.SIGINT, "starting, "), (signal.SIGINT, "step "), (signal.SIGTERM, "step ")],
-    ids=["ctrl-c while the cluster starts", "ctrl-c while the server starts", "ctrl-c in training", "sigterm in training"],
+    [
+        (signal.SIGINT, "starting a cluster"),
+        (signal.SIGINT, "starting, "),
+        (signal.SIGINT, "step "),
+        (signal.SIGTERM, "step "),
+        (signal.SIGHUP, "step "),
+    ],
+    ids=["ctrl-c while the cluster starts", "ctrl-c while the server starts", "ctrl-c", "sigterm", "a closed terminal"],
 )
 def test_an_interrupted_demo_leaves_no_process(demo, tmp_path: Path, number: signal.Signals, when: str) -> None:
     marker, env = marked()
@@ -73,9 +80,10 @@ def test_an_interrupted_demo_leaves_no_process(demo, tmp_path: Path, number: sig
         wait_until(lambda: when in log.read_text() or process.poll() is not None, 90, f"the demo says '{when}'")
         assert process.poll() is None, log.read_text()
         assert processes_of(marker)
-        process.send_signal(number)
+        os.killpg(process.pid, number)  # the whole group, as terminals and service managers do
         assert process.wait(60) == 130, log.read_text()
     assert "Traceback" not in log.read_text()
+    assert "processes_left" not in log.read_text()
     wait_until(lambda: processes_of(marker) == [], 10, "no process of the demo is left")
 
 
