@@ -22,9 +22,9 @@ from ray.exceptions import RayError
 
 from opentinker.config.base import parse_config
 from opentinker.errors import ConfigError, ConflictError, UnavailableError
-from opentinker.scheduler.actor import NAMESPACE, RemoteScheduler, create_scheduler
+from opentinker.scheduler.actor import RemoteScheduler, create_scheduler
 from opentinker.scheduler.api import create_app
-from opentinker.scheduler.ray_launcher import CPU_SLOT
+from opentinker.scheduler.ray_launcher import CPU_SLOT, NAMESPACE
 from opentinker.scheduler.service import SHUTDOWN_S
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret

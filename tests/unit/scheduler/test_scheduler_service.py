@@ -160,16 +160,36 @@ async def test_another_owners_job_does_not_exist(world: Any) -> None:
     assert await world.service.jobs("bob") == []
 
 
-async def test_after_a_crash_running_jobs_have_failed_and_queued_ones_go_on(world: Any) -> None:
-    running = await world.reach(await world.interactive(), "RUNNING")
+async def test_after_a_crash_everything_goes_on(world: Any) -> None:
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=3)]
+    driven = await world.reach(await world.rl(), "RUNNING")
+    leased = await world.reach(await world.interactive(), "RUNNING")
+    world.launcher.may_start.clear()
+    starting = await world.reach(await world.interactive(), "STARTING")
     queued = await world.interactive()
     await world.crash()
-    world.clock.now += 1000.0  # the time of the outage does not count against the lease
+    world.clock.now += 1000.0  # the time of the outage does not count against the leases
     world.boot()
-    running = await world.service.job("admin", running["id"])
-    assert (running["state"], running["cause"]) == ("FAILED", "the scheduler restarted")
+    assert (await world.service.heartbeat("admin", leased["id"]))["state"] == "RUNNING"
+    world.launcher.may_start.set()
+    await world.reach(starting, "RUNNING")
+    await world.until(lambda: driven["id"] in world.launcher.ends)
+    world.launcher.ends[driven["id"]].set_result(DriverOutcome())
+    await world.reach(driven, "COMPLETED")
     await world.reach(queued, "RUNNING")
-    assert world.launcher.calls == ["kill server"]
+    assert (await world.service.job("admin", leased["id"]))["server"] == leased["server"]
+    assert world.launcher.calls == ["stop driver", "stop server"]
+    kinds = [event["kind"] for event in await world.service.events("admin", leased["id"])]
+    assert kinds == ["submitted", "starting", "running", "scheduler_restarted"]
+
+
+async def test_a_server_that_died_while_the_scheduler_was_down_fails_its_job(world: Any) -> None:
+    job = await world.reach(await world.interactive(), "RUNNING")
+    await world.crash()
+    world.launcher.servers.clear()
+    world.boot()
+    assert (await world.reach(job, "FAILED"))["cause"] == "its server is gone"
+    await world.until_free(1)
 
 
 async def test_a_fault_of_the_cluster_does_not_end_the_loop(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
