@@ -1,8 +1,10 @@
 """The scheduler may die before and after every write to the store and every call to the cluster; nothing is lost or doubled."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +131,8 @@ class Site:
         store.fuse = self.fuse
         self.store = store
         self.service = SchedulerService(self.settings, store, CrashingLauncher(self.cluster, self.fuse), self._secret)
-        try:
+        with contextlib.suppress(CrashError):
             self.service.recover()
-        except CrashError:
-            pass
         self._loop = asyncio.get_running_loop().create_task(self.service.run())
 
     async def stop(self) -> None:
@@ -161,7 +161,7 @@ class Site:
         async with asyncio.timeout(10.0):
             while True:
                 await self._reboot_if_dead()
-                job = await self.ask(lambda: self.service.job("ann", job["id"]))
+                job = await self.ask(partial(self.service.job, "ann", job["id"]))
                 if job["state"] in states:
                     return job
                 await asyncio.sleep(0.002)
