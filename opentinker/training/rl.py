@@ -69,7 +69,7 @@ class RLLoop:
         self._policy = policy
         self._renderer = renderer
         self._recorder = recorder
-        self._held_out = held_out_tasks(environment, config.evaluation.max_tasks)
+        self._held_out: list[Any] | None = None
         self._fruitless = 0
         self._evaluated_at: int | None = None
         self._runner = self._make_runner(config.sampling.temperature, max_model_len, seed=config.training.seed)
@@ -111,6 +111,10 @@ class RLLoop:
 
     async def evaluate(self) -> Row | None:
         """One evaluation; None if the environment has no held-out tasks."""
+        if self._held_out is None:
+            self._held_out = await held_out_tasks(
+                self._environment, self.config.evaluation.max_tasks, self.config.rollout.reset_timeout_s
+            )
         if not self._held_out:
             return None
         started = time.monotonic()
@@ -131,7 +135,13 @@ class RLLoop:
         """One training step."""
         config, number = self.config, self.steps_done + 1
         started = time.monotonic()
-        tasks = draw_tasks(self._environment, seed=config.training.seed, step=number, count=config.rollout.groups_per_step)
+        tasks = await draw_tasks(
+            self._environment,
+            seed=config.training.seed,
+            step=number,
+            count=config.rollout.groups_per_step,
+            timeout_s=config.rollout.reset_timeout_s,
+        )
         groups = await self._runner.run(tasks, config.algorithm.group_size, number)
         sampled = time.monotonic()
         await self._check_usable(groups)
@@ -172,7 +182,7 @@ class RLLoop:
         return await self._policy.train_step(batch.data, batch.minibatches, loss, optimizer, publish=True)
 
     async def _check_usable(self, groups: Sequence[Group]) -> None:
-        if any(e.termination.trains for g in groups for e in g.episodes):
+        if any(e.trains for g in groups for e in g.episodes):
             self._fruitless = 0
             return
         await self._policy.info()  # raises if the server is gone: the better explanation
@@ -212,7 +222,8 @@ def scheduled(training: RLTrainingConfig, step: int) -> AdamParams:
 
 
 def _commonest_failure(groups: Sequence[Group]) -> str:
-    failures = Counter(f"{e.termination}: {e.error}" for g in groups for e in g.failures)
+    fruitless = [e for g in groups for e in (*g.failures, *g.episodes) if not e.trains]
+    failures = Counter(f"{e.termination}: {e.error}" for e in fruitless)
     if not failures:
         return "no episode ended"
     (text, count), *_ = failures.most_common(1)

@@ -130,6 +130,18 @@ async def test_a_server_that_is_gone_is_reported_as_such(policy, seven, make_con
         await loop.run(10)
 
 
+async def test_prompts_that_never_fit_end_the_run_with_their_length(policy, seven, make_config, recorder) -> None:
+    class Long(seven):
+        def reset(self, task: Any) -> str:
+            return "7 " * 2000
+
+    for evaluation in ({"at_start": False}, {"at_start": True}):
+        loop = await RLLoop.connect(make_config(evaluation=evaluation), Long, policy, recorder)
+        with pytest.raises(EpisodesFailedError, match=r"truncated_context: the context has \d+ tokens, .*max_model_len = \d+"):
+            await loop.run(10)
+    assert sum(row["kind"] == "step" for row in recorder.rows) < FRUITLESS_STEPS
+
+
 async def test_checkpoints_come_as_configured(policy, seven, make_config, recorder) -> None:
     config = make_config(training={"save_every": 2}, evaluation={"at_start": False, "at_end": False})
     await (await RLLoop.connect(config, seven, policy, recorder)).run(4)
