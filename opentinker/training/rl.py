@@ -50,6 +50,8 @@ class TrainablePolicy(Protocol):
 
     async def save(self, name: str) -> dict[str, Any]: ...
 
+    async def load(self, name: str) -> dict[str, Any]: ...
+
 
 class RLLoop:
     """Holds what lasts from step to step; `run` may be called again and continues."""
@@ -90,6 +92,13 @@ class RLLoop:
         renderer = ConversationRenderer(tokenizer, info["stop_token_ids"])
         return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder)
 
+    async def resume(self, step: int) -> None:
+        """Go on after the checkpoint of `step`; 0 needs none. Steps are determined by the config's seed and their number, so
+        that nothing else has to be restored."""
+        if step:
+            await self._policy.load(checkpoint_name(step))
+        self.steps_done = step
+
     async def run(self, steps: int) -> None:
         """Train for `steps` more steps, evaluating as the config says.
 
@@ -103,7 +112,7 @@ class RLLoop:
         while self.steps_done < last:
             await self.step()
             if (every := self.config.training.save_every) and self.steps_done % every == 0:
-                await self._policy.save(f"step-{self.steps_done:06d}")
+                await self._policy.save(checkpoint_name(self.steps_done))
             if evaluation.every and self.steps_done % evaluation.every == 0:
                 await self.evaluate()
         if evaluation.at_end and self._evaluated_at != self.steps_done:
@@ -208,6 +217,11 @@ class RLLoop:
         deadline_s = self.config.rollout.generation_timeout_s
         result = await self._policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)
         return result.samples[0]
+
+
+def checkpoint_name(step: int) -> str:
+    """Of the checkpoint that a loop writes after a step."""
+    return f"step-{step:06d}"
 
 
 def scheduled(training: RLTrainingConfig, step: int) -> AdamParams:
