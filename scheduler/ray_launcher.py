@@ -3,6 +3,7 @@ that they can never wait for a core that the job itself holds."""
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,8 @@ from opentinker.scheduler.settings import Settings
 
 CPU_SLOT = "cpu_slot"
 """The custom Ray resource that a node's CPU slots are."""
+GPU_GROUPS = "opentinker.io/gpu-groups"
+"""The Ray node label that names GPUs close to each other, such as 0-3.4-7."""
 WORKER_THREADS = 16
 _LOW_MEMORY = "low on memory"
 
@@ -36,6 +39,8 @@ class _Parts:
     worker: Any
     front: Any
     pids: dict[str, int] = field(default_factory=dict)
+    gpus: tuple[int, ...] = ()
+    """What Ray chose on the node; empty before it is known, and without GPUs."""
 
 
 @dataclass
@@ -107,6 +112,8 @@ class RayLauncher:
 
         async def worker_up() -> dict[str, Any]:
             parts.pids["worker"] = int((await parts.worker.describe.remote())["pid"])
+            if spec.demand.gpus:
+                parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
             info: dict[str, Any] = await parts.worker.start.remote()
             return info
 
@@ -132,6 +139,10 @@ class RayLauncher:
                 f"Ray did not grant {demand} within {patience_s:g} s",
                 hint="does something else use this node?",
             )
+
+    def gpus_of(self, server_id: str) -> tuple[int, ...]:
+        parts = self._parts.get(server_id)
+        return () if parts is None else parts.gpus
 
     async def probe(self, server_id: str) -> str:
         parts = self._parts.get(server_id)
@@ -231,6 +242,17 @@ class RayLauncher:
             return left
 
 
+def _gpu_indexes(_: Any) -> list[int]:
+    """Runs in the worker's process."""
+    return [int(index) for index in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+
+
+def _groups(label: str) -> tuple[tuple[int, ...], ...]:
+    """GPU groups of a node label such as "0-3.4-7"; none if it is not of that form."""
+    matches = [re.fullmatch(r"(\d+)-(\d+)", part) for part in label.split(".")]
+    return tuple(tuple(range(int(m[1]), int(m[2]) + 1)) for m in matches if m) if all(matches) else ()
+
+
 def _node(entry: dict[str, Any]) -> Node:
     has = entry["Resources"]
     return Node(
@@ -239,6 +261,7 @@ def _node(entry: dict[str, Any]) -> Node:
         gpus=int(has.get("GPU", 0)),
         cpu_slots=int(has.get(CPU_SLOT, 0)),
         cpus=int(has.get("CPU", 1)),
+        gpu_groups=_groups(entry.get("Labels", {}).get(GPU_GROUPS, "")),
     )
 
 

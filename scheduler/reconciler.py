@@ -12,7 +12,8 @@ from opentinker.config.job import InteractiveJobConfig, parse_job
 from opentinker.errors import OpenTinkerError
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
 from opentinker.scheduler.placement import Allocation, Demand
-from opentinker.scheduler.plan import Decision, DriverOutcome, End, JobView, Run, ServerView, Snapshot, Start, Stop, Wait, plan
+from opentinker.scheduler.plan import Decision, DriverOutcome, End, Run, ServerView, Snapshot, Start, Stop, Wait, plan
+from opentinker.scheduler.queue_view import QueueView
 from opentinker.scheduler.records import Event, Job, Policy, Server
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
@@ -40,6 +41,7 @@ class Reconciler:
         self._settings = settings
         self._token_of = token_of
         self._now = now
+        self._queue = QueueView(store, settings, now())
         self._faults: dict[str, str] = {}
         self._outcomes: dict[str, DriverOutcome] = {}
         self._waits: dict[str, str] = {}
@@ -73,21 +75,22 @@ class Reconciler:
     async def tick(self) -> None:
         """One look at the cluster, and what follows from it."""
         nodes = await self._launcher.nodes()
-        jobs = [
-            JobView(job.id, job.state, Demand(job.gpus, job.cpu_slots), job.lease_expires_at) for job in self._store.live_jobs()
-        ]
+        jobs = self._queue.jobs()
         servers = [
             ServerView(
                 server.id,
                 server.state,
-                Allocation(server.node_id, Demand(server.gpus, server.cpu_slots)),
+                (Allocation(server.node_id, Demand(server.gpus, server.cpu_slots), self._launcher.gpus_of(server.id)),),
                 tuple(policy.job_id for policy in policies),
                 self._faults.get(server.id, ""),
             )
             for server, policies in self._store.open_servers()
         ]
         self._waits.clear()
-        for decision in plan(Snapshot(self._now(), nodes, jobs, servers, self._outcomes, self._settings.lease_s)):
+        now = self._now()
+        usage = self._queue.usage(now)
+        snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy, usage)
+        for decision in plan(snapshot):
             self._obey(decision)
 
     def wake(self) -> None:
@@ -106,6 +109,7 @@ class Reconciler:
         """
         ended = replace(job, state=move_job(job.state, state), cause=cause, ended_at=self._now())
         self._record(ended, state.lower(), cause)
+        self._queue.ended(job, self._now())
         return ended
 
     def waiting_for(self, job: Job) -> str:
@@ -128,7 +132,7 @@ class Reconciler:
 
     def _obey(self, decision: Decision) -> None:
         match decision:
-            case Start(job_id, where):
+            case Start(job_id, (where,)):  # one bundle: other layouts are refused at submit
                 self._start(self._job(job_id), where)
             case Wait(job_id, waiting_for):
                 self._waits[job_id] = waiting_for
@@ -165,6 +169,7 @@ class Reconciler:
         )
         started = replace(job, state=move_job(job.state, JobState.STARTING))
         self._store.save(server, started, policy, Event(job.id, self._now(), "starting", f"{demand} on node {where.node_id}"))
+        self._queue.started(job.id, self._now())
         self._announce(job.id, "starting", server=server.id, node=where.node_id)
         self._spawn(f"server:{server.id}", self._serve(spec))
 

@@ -57,6 +57,9 @@ class LocalLauncher:
             raise EngineError("the model does not fit")
         return Launched("http://127.0.0.1:1", os.getpid(), os.getpid())
 
+    def gpus_of(self, server_id: str) -> tuple[int, ...]:
+        return ()
+
     async def probe(self, server_id: str) -> str:
         return self.faults.get(self.servers[server_id].job_id, "")
 

@@ -47,7 +47,10 @@ async def test_the_second_job_waits_until_the_first_ones_processes_are_gone(worl
     second = await world.interactive()
     await asyncio.sleep(0.05)
     second = await world.service.job("admin", second["id"])
-    assert (second["state"], second["waiting_for"]) == ("QUEUED", "1 CPU slot: no CPU slots free")
+    assert (second["state"], second["waiting_for"]) == (
+        "QUEUED",
+        f"needs 1 CPU slot; no CPU slot is free; after {first['id']}, which has no time limit",
+    )
     world.launcher.unkillable = [4711]
     world.launcher.faults[first["id"]] = "the server's worker process (pid 4711) died"
     await world.reach(first, "FAILED")
