@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from opentinker.config.job import Resources
+from opentinker.config.job import Resources, ServerConfig
 from opentinker.errors import ConfigError
 
 
@@ -107,6 +107,14 @@ def threads_for(node: Node, demand: Demand) -> int:
     """Compute threads of a server: its share of the node's cores."""
     share = demand.gpus / node.gpus if demand.gpus else demand.cpu_slots / max(1, node.cpu_slots)
     return max(1, int(node.cpus * share))
+
+
+def server_config(config: ServerConfig, demand: Demand) -> ServerConfig:
+    """The server's config for what it was given: of a shared GPU, the engine takes its fraction of the share only."""
+    if not demand.shares_gpu:
+        return config
+    engine = config.engine.model_copy(update={"memory_fraction": config.engine.memory_fraction * demand.gpus})
+    return config.model_copy(update={"engine": engine})
 
 
 def count(number: float, noun: str) -> str:

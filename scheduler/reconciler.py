@@ -11,7 +11,7 @@ from typing import Any
 from opentinker.config.job import InteractiveJobConfig, parse_job
 from opentinker.errors import OpenTinkerError
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
-from opentinker.scheduler.placement import Allocation, Demand
+from opentinker.scheduler.placement import Allocation, Demand, server_config
 from opentinker.scheduler.plan import Decision, DriverOutcome, End, Run, ServerView, Snapshot, Start, Stop, Wait, plan
 from opentinker.scheduler.queue_view import QueueView
 from opentinker.scheduler.records import Event, Job, Policy, Server
@@ -162,7 +162,7 @@ class Reconciler:
             token=self._token_of(policy.id),
             node_id=where.node_id,
             demand=demand,
-            config=config.server().model_dump(mode="json"),
+            config=server_config(config.server(), demand).model_dump(mode="json"),
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.seed if isinstance(config, InteractiveJobConfig) else config.training.seed,
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),

@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opentinker.config.base import parse_config
-from opentinker.config.job import Resources, RoleResources
+from opentinker.config.job import Resources, RoleResources, ServerConfig
 from opentinker.errors import ConfigError
-from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on, roles_of, threads_for
+from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on, roles_of, server_config, threads_for
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import schedule
 from opentinker.scheduler.quotas import check_quota
@@ -79,6 +79,12 @@ def test_what_no_waiting_could_change_is_refused_at_once() -> None:
         check_quota(Quota(jobs=0), Demand(1), 0)
     with pytest.raises(ConfigError, match="priority: 3 is above 0"):
         check_quota(Quota(max_priority=0), Demand(1), 3)
+
+
+def test_the_engine_of_a_shared_gpu_takes_its_part_of_the_share() -> None:
+    config = ServerConfig(base_model="m")
+    assert server_config(config, Demand(0.5)).engine.memory_fraction == config.engine.memory_fraction / 2
+    assert server_config(config, Demand(2)) is config
 
 
 def test_free_room_is_counted_with_fractions() -> None:
