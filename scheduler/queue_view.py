@@ -69,7 +69,8 @@ class QueueView:
         if view is not None and view.state is row.state and view.lease_expires_at == row.lease_expires_at:
             return view
         if view is not None:
-            return replace(view, state=row.state, lease_expires_at=row.lease_expires_at)
+            since = None if row.state is JobState.QUEUED else view.holds_since
+            return replace(view, state=row.state, lease_expires_at=row.lease_expires_at, holds_since=since)
         scheduling = schedulings[row.id]
         return JobView(
             id=row.id,

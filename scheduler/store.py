@@ -56,7 +56,7 @@ class JobStore(Protocol):
         ...
 
     def holding_since(self, job_id: str) -> float | None:
-        """When a job was first given resources; None while it was not."""
+        """When a job was given resources, the last time; None while it was not."""
         ...
 
     def past_use(self, since: float) -> list[PastUse]:
@@ -201,7 +201,7 @@ class SqlStore:
             return [LiveJob(*row) for row in connection.execute(query)]
 
     def holding_since(self, job_id: str) -> float | None:
-        query = select(func.min(_events.c.at)).where(_events.c.job_id == job_id, _events.c.kind == "starting")
+        query = select(func.max(_events.c.at)).where(_events.c.job_id == job_id, _events.c.kind == "starting")
         with self._engine.connect() as connection:
             at: float | None = connection.execute(query).scalar()
             return at
