@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         RLJobConfig,
         RolloutConfig,
         SamplingConfig,
+        Scheduling,
         TrainerConfig,
     )
     from opentinker.config.job import GRPOConfig as GRPO
@@ -37,6 +38,7 @@ _HOMES = {
         "Resources",
         "RolloutConfig",
         "SamplingConfig",
+        "Scheduling",
         "TrainerConfig",
     ),
     "opentinker.env.environment": ("Action", "Environment", "Message", "StepResult"),
@@ -66,6 +68,7 @@ __all__ = [
     "Resources",
     "RolloutConfig",
     "SamplingConfig",
+    "Scheduling",
     "ServerLostError",
     "StepResult",
     "TrainerConfig",

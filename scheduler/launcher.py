@@ -61,6 +61,10 @@ class Launcher(Protocol):
         """
         ...
 
+    def gpus_of(self, server_id: str) -> tuple[int, ...]:
+        """Indexes of the GPUs that a server was given on its node; empty as long as that is not known."""
+        ...
+
     async def probe(self, server_id: str) -> str:
         """Why a launched server is dead; empty while it lives. Also of servers that an earlier scheduler launched."""
         ...

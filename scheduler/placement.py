@@ -1,22 +1,30 @@
-"""Who starts where, and in words why the others wait. Pure functions over what nodes have and what is held."""
+"""What jobs ask for, what nodes have and what is held: the words of placement, as pure values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from opentinker.config.job import Resources
+from opentinker.config.job import Resources, ServerConfig
 from opentinker.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Demand:
-    """What a job's server occupies, on one node."""
+class Demand(NamedTuple):
+    """What one bundle occupies, on one node. `gpus` is a whole number, or a fraction of one GPU."""
 
-    gpus: int = 0
+    gpus: float = 0
     cpu_slots: int = 0
 
+    @property
+    def shares_gpu(self) -> bool:
+        return 0 < self.gpus < 1
+
     def __str__(self) -> str:
-        parts = [_count(self.gpus, "GPU")] if self.gpus else []
-        return " and ".join(parts + ([_count(self.cpu_slots, "CPU slot")] if self.cpu_slots else []))
+        parts = [count(self.gpus, "GPU")] if self.gpus else []
+        return " and ".join(parts + ([count(self.cpu_slots, "CPU slot")] if self.cpu_slots else []))
+
+
+Request = tuple[Demand, ...]
+"""The bundles of a job. They start together or not at all; each is on one node, and two may be on the same."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,8 @@ class Node:
     gpus: int
     cpu_slots: int
     cpus: int = 1
+    gpu_groups: tuple[tuple[int, ...], ...] = ()
+    """Indexes of GPUs that are close to each other (NVLink, NUMA); empty where that is unknown."""
 
 
 @dataclass(frozen=True)
@@ -36,66 +46,61 @@ class Allocation:
 
     node_id: str
     demand: Demand
+    gpus: tuple[int, ...] = ()
+    """Indexes of its GPUs, once they are known; Ray chooses them."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """`starts`: job -> where, in queue order. `waits`: job -> what it waits for. Every queued job is in exactly one."""
+    """`starts`: job -> where, bundle by bundle. `waits`: job -> what it waits for. Every queued job is in exactly one."""
 
-    starts: Mapping[str, Allocation]
+    starts: Mapping[str, tuple[Allocation, ...]]
     waits: Mapping[str, str]
 
 
-def demand_of(resources: Resources, nodes: Sequence[Node]) -> Demand:
-    """What a job asks for, resolved against the cluster.
-
-    Raises:
-        ConfigError: no node could ever hold it.
-    """
+def roles_of(resources: Resources, nodes: Sequence[Node]) -> tuple[tuple[str, Demand], ...]:
+    """(role, demand) of each bundle that a job asks for; colocated, its one bundle plays both roles."""
+    if resources.trainer is not None and resources.rollout is not None:
+        roles = (("trainer", resources.trainer), ("rollout", resources.rollout))
+        return tuple((name, Demand(gpus=role.gpus)) for name, role in roles for _ in range(role.replicas))
     gpus = resources.gpus
     if gpus is None:
         gpus = 1 if any(node.gpus for node in nodes) else 0
-    demand = Demand(gpus=gpus) if gpus else Demand(cpu_slots=1)
-    if not any(_fits(node, demand) for node in nodes):
-        largest = max((node.gpus if gpus else node.cpu_slots for node in nodes), default=0)
-        unit = "GPU" if gpus else "CPU slot"
+    return (("trainer and rollout", Demand(gpus=gpus) if gpus else Demand(cpu_slots=1)),)
+
+
+def demand_of(resources: Resources, nodes: Sequence[Node]) -> Demand:
+    """What a job's server occupies, resolved against the cluster.
+
+    Raises:
+        ConfigError: no node could ever hold it, or the layout is one that servers cannot do yet.
+    """
+    if resources.layout != "colocated":
         raise ConfigError(
-            f"the job asks for {demand} on one node; the largest node of this cluster has {_count(largest, unit)}",
-            hint="lower resources.gpus (0 = a CPU slot)" if gpus else "start the cluster with CPU slots, or ask for a GPU",
+            f"resources.layout: '{resources.layout}' is not served yet: trainer and rollout engine of a job share their GPUs",
+            hint="leave resources.layout out, and give resources.gpus instead of trainer and rollout",
+        )
+    ((_, demand),) = roles_of(resources, nodes)
+    if not any(node.gpus >= demand.gpus and node.cpu_slots >= demand.cpu_slots for node in nodes):
+        largest = max((node.gpus if demand.gpus else node.cpu_slots for node in nodes), default=0)
+        unit = "GPU" if demand.gpus else "CPU slot"
+        raise ConfigError(
+            f"the job asks for {demand} on one node; the largest node of this cluster has {count(largest, unit)}",
+            hint="lower resources.gpus (0 = a CPU slot)"
+            if demand.gpus
+            else "start the cluster with CPU slots, or ask for a GPU",
         )
     return demand
 
 
 def free_on(nodes: Sequence[Node], held: Sequence[Allocation]) -> dict[str, Demand]:
     """Free GPUs and CPU slots by node id. A node that shrank below what is held on it has 0 free."""
-    return {
-        node.id: Demand(
-            gpus=max(0, node.gpus - sum(a.demand.gpus for a in held if a.node_id == node.id)),
-            cpu_slots=max(0, node.cpu_slots - sum(a.demand.cpu_slots for a in held if a.node_id == node.id)),
-        )
-        for node in nodes
-    }
-
-
-def place(nodes: Sequence[Node], held: Sequence[Allocation], queue: Sequence[tuple[str, Demand]]) -> Placement:
-    """First come, first served, strictly: nobody overtakes a job that does not fit yet. A job goes to the node that it
-    leaves fullest, so that large gaps stay whole."""
-    free = free_on(nodes, held)
-    starts: dict[str, Allocation] = {}
-    waits: dict[str, str] = {}
-    for job_id, demand in queue:
-        if waits:
-            waits[job_id] = f"its turn: {_count(len(waits), 'job')} ahead in the queue"
-            continue
-        fitting = [node for node in nodes if _fits(free[node.id], demand)]
-        if not fitting:
-            waits[job_id] = _shortage(demand, free, nodes)
-            continue
-        node = min(fitting, key=lambda n: (free[n.id].gpus, free[n.id].cpu_slots, n.id))
-        left = free[node.id]
-        free[node.id] = Demand(left.gpus - demand.gpus, left.cpu_slots - demand.cpu_slots)
-        starts[job_id] = Allocation(node.id, demand)
-    return Placement(starts, waits)
+    free = {node.id: [float(node.gpus), node.cpu_slots] for node in nodes}
+    for allocation in held:
+        if allocation.node_id in free:
+            free[allocation.node_id][0] -= allocation.demand.gpus
+            free[allocation.node_id][1] -= allocation.demand.cpu_slots
+    return {node_id: Demand(max(0.0, round(gpus, 4)), max(0, int(slots))) for node_id, (gpus, slots) in free.items()}
 
 
 def threads_for(node: Node, demand: Demand) -> int:
@@ -104,16 +109,14 @@ def threads_for(node: Node, demand: Demand) -> int:
     return max(1, int(node.cpus * share))
 
 
-def _fits(has: Node | Demand, demand: Demand) -> bool:
-    return has.gpus >= demand.gpus and has.cpu_slots >= demand.cpu_slots
+def server_config(config: ServerConfig, demand: Demand) -> ServerConfig:
+    """The server's config for what it was given: of a shared GPU, the engine takes its fraction of the share only."""
+    if not demand.shares_gpu:
+        return config
+    engine = config.engine.model_copy(update={"memory_fraction": config.engine.memory_fraction * demand.gpus})
+    return config.model_copy(update={"engine": engine})
 
 
-def _shortage(demand: Demand, free: Mapping[str, Demand], nodes: Sequence[Node]) -> str:
-    unit = "GPU" if demand.gpus else "CPU slot"
-    most = max((f.gpus if demand.gpus else f.cpu_slots for f in free.values()), default=0)
-    where = "free" if len(nodes) == 1 else f"free on any of {_count(len(nodes), 'node')}"
-    return f"{demand}: {most or 'no'} {unit}{'' if most == 1 else 's'} {where}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def count(number: float, noun: str) -> str:
+    """The number with its noun, such as "3 GPUs"."""
+    return f"{number:g} {noun}{'' if number <= 1 and number else 's'}"

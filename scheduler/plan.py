@@ -1,25 +1,36 @@
 """What to do next: a pure function of a snapshot of the cluster. The reconciler takes the snapshot and obeys."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from opentinker.scheduler.placement import Allocation, Demand, Node, place
+from opentinker.scheduler.backfill import Holder
+from opentinker.scheduler.fairshare import cost_of, decayed_usage
+from opentinker.scheduler.placement import Allocation, Node, Request
+from opentinker.scheduler.queueing import Held, Policy, schedule
 from opentinker.scheduler.states import JobState, ServerState
+from opentinker.scheduler.waiting import duration
 
 
 @dataclass(frozen=True)
 class JobView:
     id: str
     state: JobState
-    demand: Demand
+    request: Request
     lease_expires_at: float | None = None
+    owner: str = ""
+    priority: int = 0
+    time_limit_s: float | None = None
+    submitted_at: float = 0.0
+    holds_since: float | None = None
+    """When it was given its resources; None while QUEUED, or when that is not known any more."""
 
 
 @dataclass(frozen=True)
 class ServerView:
     id: str
     state: ServerState
-    held: Allocation
+    held: tuple[Allocation, ...]
     jobs: tuple[str, ...]
     """Jobs with a policy on it."""
     fault: str = ""
@@ -45,12 +56,16 @@ class Snapshot:
     outcomes: Mapping[str, DriverOutcome] = field(default_factory=dict)
     """By job, of drivers that ended."""
     lease_s: float = 30.0
+    policy: Policy = field(default_factory=Policy)
+    usage: Mapping[str, float] = field(default_factory=dict)
+    """Decayed usage by owner of jobs that have ended; that of the living is added here."""
 
 
 @dataclass(frozen=True)
 class Start:
     job_id: str
-    where: Allocation
+    where: tuple[Allocation, ...]
+    """Bundle by bundle, in the order of the job's request."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +102,53 @@ def plan(snapshot: Snapshot) -> list[Decision]:
     """Decisions, at most one per job and one per server. A server of a job that this very plan ends is stopped by the next."""
     decisions: list[Decision] = []
     servers = {job: server for server in snapshot.servers for job in server.jobs}
-    queue: list[tuple[str, Demand]] = []
+    queue: list[JobView] = []
+    living: dict[str, JobView] = {}
     for job in snapshot.jobs:
         decision = _fate(job, servers.get(job.id), snapshot)
         if decision is not None:
             decisions.append(decision)
         elif job.state is JobState.QUEUED:
-            queue.append((job.id, job.demand))
+            queue.append(job)
+        if job.state is not JobState.QUEUED:
+            living[job.id] = job
     live = {job.id for job in snapshot.jobs}
     decisions += [Stop(server.id) for server in snapshot.servers if not live.intersection(server.jobs)]
-    placement = place(snapshot.nodes, [server.held for server in snapshot.servers], queue)
-    decisions += [Start(job_id, where) for job_id, where in placement.starts.items()]
-    decisions += [Wait(job_id, why) for job_id, why in placement.waits.items()]
+    if queue:
+        holders = [_holder(server, living, snapshot.now) for server in snapshot.servers]
+        usage, held = _taken(living.values(), snapshot)
+        placement = schedule(snapshot.nodes, holders, queue, snapshot.now, snapshot.policy, usage, held)
+        decisions += [Start(job_id, where) for job_id, where in placement.starts.items()]
+        decisions += [Wait(job_id, why) for job_id, why in placement.waits.items()]
     return decisions
+
+
+def _holder(server: ServerView, living: Mapping[str, JobView], now: float) -> Holder:
+    """What a server holds, until its last job must end; one without living jobs is on its way out."""
+    jobs = [living[job_id] for job_id in server.jobs if job_id in living]
+    name = jobs[0].id if jobs else next(iter(server.jobs), server.id)
+    ends_at = max((_ends_at(job) for job in jobs), default=now)
+    since = min((job.holds_since or 0.0 for job in jobs), default=0.0)
+    return Holder(name, server.held, ends_at, since)
+
+
+def _ends_at(job: JobView) -> float:
+    if job.time_limit_s is None or job.holds_since is None:
+        return math.inf
+    return job.holds_since + job.time_limit_s
+
+
+def _taken(living: Iterable[JobView], snapshot: Snapshot) -> tuple[dict[str, float], dict[str, Held]]:
+    """By owner: usage, that of the living included, and what they hold."""
+    usage, held = dict(snapshot.usage), dict[str, Held]()
+    for job in living:
+        before = held.get(job.owner, Held())
+        held[job.owner] = Held(before.gpus + sum(demand.gpus for demand in job.request), before.jobs + 1)
+        if job.holds_since is not None:
+            cost, now = cost_of(job.request), snapshot.now
+            used = decayed_usage(cost, job.holds_since, now, now, snapshot.policy.half_life_s)
+            usage[job.owner] = usage.get(job.owner, 0.0) + used
+    return usage, held
 
 
 def _fate(job: JobView, server: ServerView | None, snapshot: Snapshot) -> Decision | None:
@@ -117,4 +166,6 @@ def _fate(job: JobView, server: ServerView | None, snapshot: Snapshot) -> Decisi
         return End(job.id, JobState.FAILED, server.fault)
     if outcome is not None:
         return End(job.id, JobState.FAILED, outcome.cause)
+    if job.time_limit_s is not None and snapshot.now >= _ends_at(job):
+        return End(job.id, JobState.FAILED, f"reached its time limit of {duration(job.time_limit_s)}")
     return Run(job.id) if job.state is JobState.STARTING and server.state is ServerState.READY else None

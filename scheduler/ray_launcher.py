@@ -3,6 +3,7 @@ that they can never wait for a core that the job itself holds."""
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ NAMESPACE = "opentinker"
 """Ray's name space of the scheduler and all that it starts."""
 CPU_SLOT = "cpu_slot"
 """The custom Ray resource that a node's CPU slots are."""
+GPU_GROUPS = "opentinker.io/gpu-groups"
+"""The Ray node label that names GPUs close to each other, such as 0-3.4-7."""
 WORKER_THREADS = 16
 _LOW_MEMORY = "low on memory"
 
@@ -39,6 +42,8 @@ class _Parts:
     worker: Any = None
     front: Any = None
     pids: dict[str, int] = field(default_factory=dict)
+    gpus: tuple[int, ...] | None = None
+    """What Ray chose on the node; None before it is known."""
 
 
 @dataclass
@@ -141,6 +146,7 @@ class RayLauncher:
 
         async def worker_up() -> dict[str, Any]:
             parts.pids["worker"] = int((await parts.worker.describe.remote())["pid"])
+            parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
             info: dict[str, Any] = await parts.worker.start.remote()
             return info
 
@@ -167,6 +173,10 @@ class RayLauncher:
                 hint="does something else use this node?",
             )
 
+    def gpus_of(self, server_id: str) -> tuple[int, ...]:
+        parts = self._parts.get(server_id)
+        return () if parts is None else parts.gpus or ()
+
     async def probe(self, server_id: str) -> str:
         parts = await self._known(server_id)
         if parts.worker is None and parts.front is None:
@@ -179,6 +189,12 @@ class RayLauncher:
         worker, _ = await self._ask(parts, "worker", parts.worker.describe)
         if worker or front:
             return worker or front
+        if parts.gpus is None:  # an earlier scheduler launched it
+            try:
+                async with asyncio.timeout(self._settings.unresponsive_s):
+                    parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
+            except (TimeoutError, RayError) as error:
+                logger.warning("event=gpus_unknown server=%s error=%s", server_id, type(error).__name__)
         return "" if answer["ok"] else f"the server failed: {answer['cause']}"
 
     async def _ask(self, parts: _Parts, which: str, method: Any) -> tuple[str, dict[str, Any]]:
@@ -304,6 +320,17 @@ def _find_group(name: str) -> PlacementGroup | None:
         return None
 
 
+def _gpu_indexes(_: Any) -> list[int]:
+    """Runs in the worker's process."""
+    return [int(index) for index in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+
+
+def _groups(label: str) -> tuple[tuple[int, ...], ...]:
+    """GPU groups of a node label such as "0-3.4-7"; none if it is not of that form."""
+    matches = [re.fullmatch(r"(\d+)-(\d+)", part) for part in label.split(".")]
+    return tuple(tuple(range(int(m[1]), int(m[2]) + 1)) for m in matches if m) if all(matches) else ()
+
+
 def _node(entry: dict[str, Any]) -> Node:
     has = entry["Resources"]
     return Node(
@@ -312,6 +339,7 @@ def _node(entry: dict[str, Any]) -> Node:
         gpus=int(has.get("GPU", 0)),
         cpu_slots=int(has.get(CPU_SLOT, 0)),
         cpus=int(has.get("CPU", 1)),
+        gpu_groups=_groups(entry.get("Labels", {}).get(GPU_GROUPS, "")),
     )
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from opentinker.config.job import InteractiveJobConfig, parse_job
 from opentinker.errors import OpenTinkerError
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
-from opentinker.scheduler.placement import Allocation, Demand
-from opentinker.scheduler.plan import Decision, DriverOutcome, End, JobView, Run, ServerView, Snapshot, Start, Stop, Wait, plan
+from opentinker.scheduler.placement import Allocation, Demand, server_config
+from opentinker.scheduler.plan import Decision, DriverOutcome, End, Run, ServerView, Snapshot, Start, Stop, Wait, plan
+from opentinker.scheduler.queue_view import QueueView
 from opentinker.scheduler.records import Event, Job, Policy, Server
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
@@ -41,6 +42,7 @@ class Reconciler:
         self._settings = settings
         self._token_of = token_of
         self._now = now
+        self._queue = QueueView(store, settings, now())
         self._faults: dict[str, str] = {}
         self._outcomes: dict[str, DriverOutcome] = {}
         self._waits: dict[str, str] = {}
@@ -73,21 +75,22 @@ class Reconciler:
     async def tick(self) -> None:
         """One look at the cluster, and what follows from it."""
         nodes = await self._launcher.nodes()
-        jobs = [
-            JobView(job.id, job.state, Demand(job.gpus, job.cpu_slots), job.lease_expires_at) for job in self._store.live_jobs()
-        ]
+        jobs = self._queue.jobs()
         servers = [
             ServerView(
                 server.id,
                 server.state,
-                Allocation(server.node_id, Demand(server.gpus, server.cpu_slots)),
+                (Allocation(server.node_id, Demand(server.gpus, server.cpu_slots), self._launcher.gpus_of(server.id)),),
                 tuple(policy.job_id for policy in policies),
                 self._faults.get(server.id, ""),
             )
             for server, policies in self._store.open_servers()
         ]
         self._waits.clear()
-        for decision in plan(Snapshot(self._now(), nodes, jobs, servers, self._outcomes, self._settings.lease_s)):
+        now = self._now()
+        usage = self._queue.usage(now)
+        snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy, usage)
+        for decision in plan(snapshot):
             self._obey(decision)
         self._attend()
 
@@ -107,6 +110,7 @@ class Reconciler:
         """
         ended = replace(job, state=move_job(job.state, state), cause=cause, ended_at=self._now())
         self._record(ended, state.lower(), cause)
+        self._queue.ended(job, self._now())
         return ended
 
     def waiting_for(self, job: Job) -> str:
@@ -129,7 +133,7 @@ class Reconciler:
 
     def _obey(self, decision: Decision) -> None:
         match decision:
-            case Start(job_id, where):
+            case Start(job_id, (where,)):  # one bundle: other layouts are refused at submit
                 self._start(self._job(job_id), where)
             case Wait(job_id, waiting_for):
                 self._waits[job_id] = waiting_for
@@ -154,6 +158,7 @@ class Reconciler:
         policy = Policy(f"pol-{secrets.token_hex(8)}", job.id, server.id)
         started = replace(job, state=move_job(job.state, JobState.STARTING))
         self._store.save(server, started, policy, Event(job.id, self._now(), "starting", f"{demand} on node {where.node_id}"))
+        self._queue.started(job.id, self._now())
         self._announce(job.id, "starting", server=server.id, node=where.node_id)
 
     def _attend(self) -> None:
@@ -172,15 +177,15 @@ class Reconciler:
                     self._spawn(f"driver:{job.id}", partial(self._drive, job))
 
     def _server_spec(self, server: Server, policy: Policy, job: Job) -> ServerSpec:
-        config = parse_job(job.config)
+        config, demand = parse_job(job.config), Demand(server.gpus, server.cpu_slots)
         return ServerSpec(
             server_id=server.id,
             job_id=job.id,
             policy_id=policy.id,
             token=self._token_of(policy.id),
             node_id=server.node_id,
-            demand=Demand(server.gpus, server.cpu_slots),
-            config=config.server().model_dump(mode="json"),
+            demand=demand,
+            config=server_config(config.server(), demand).model_dump(mode="json"),
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.seed if isinstance(config, InteractiveJobConfig) else config.training.seed,
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),

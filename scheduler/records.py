@@ -17,7 +17,7 @@ class Job:
     state: JobState
     config: dict[str, Any]
     run_dir: str
-    gpus: int
+    gpus: float
     cpu_slots: int
     created_at: float
     started_at: float | None = None
@@ -40,7 +40,7 @@ class Server:
     state: ServerState
     base_model: str
     node_id: str
-    gpus: int
+    gpus: float
     cpu_slots: int
     endpoint: str = ""
     worker_pid: int | None = None
@@ -73,6 +73,30 @@ class ApiKey:
     name: str
     owner: str
     digest: str
+
+
+@dataclass(frozen=True)
+class LiveJob:
+    """What a look at the cluster needs of a job that has not ended: few columns, because there may be thousands."""
+
+    id: str
+    owner: str
+    state: JobState
+    gpus: float
+    cpu_slots: int
+    created_at: float
+    lease_expires_at: float | None
+
+
+@dataclass(frozen=True)
+class PastUse:
+    """What an ended job held, and from when to when."""
+
+    owner: str
+    gpus: float
+    cpu_slots: int
+    begin: float
+    end: float
 
 
 Record = Job | Server | Policy | Event | ApiKey

@@ -15,6 +15,7 @@ from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
+from opentinker.scheduler.quotas import check_quota
 from opentinker.scheduler.reconciler import Reconciler
 from opentinker.scheduler.records import ApiKey, Event, Job, Policy, Server
 from opentinker.scheduler.run_files import parse_rows, read_lines
@@ -94,6 +95,7 @@ class SchedulerService:
                     return self._view(earlier)
             await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
             demand = demand_of(parsed.resources, await self._launcher.nodes())
+            check_quota(self._settings.quotas.get(owner, self._settings.quota), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.runs_dir / job_id
             await asyncio.to_thread(_prepare, run_dir, code)

@@ -1,9 +1,27 @@
 """What a scheduler is told at its start."""
 
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from opentinker.config.base import Config
 from opentinker.config.job import Seconds
+
+
+class Quota(Config):
+    """What the jobs of one owner may hold at once; None = no limit. Jobs above it wait, and hold nobody up."""
+
+    gpus: Annotated[float, Field(ge=0.0)] | None = None
+    """GPUs."""
+    jobs: Annotated[int, Field(ge=0)] | None = None
+    """Jobs that hold resources."""
+    max_priority: Annotated[int, Field(ge=-10, le=10)] = 10
+    """Highest `scheduling.priority` that the owner may ask for."""
+
+    @property
+    def limits(self) -> bool:
+        return self.gpus is not None or self.jobs is not None
 
 
 class Settings(Config):
@@ -21,6 +39,16 @@ class Settings(Config):
     """Pause between two liveness checks of a server."""
     unresponsive_s: Seconds = 120.0
     """A server process that lives but answers no liveness check for this long counts as dead."""
+    quota: Quota = Quota()
+    """Of every owner without one of their own."""
+    quotas: dict[str, Quota] = Field(default_factory=dict)
+    """By owner, in place of `quota`."""
+    shares: dict[str, Annotated[float, Field(ge=0.0)]] = Field(default_factory=dict)
+    """By owner, their weight in fair share; 1.0 for who is not listed."""
+    usage_half_life_s: Seconds = 7 * 86400.0
+    """Fair share: what was used this long ago counts half."""
+    patience_s: Seconds = 86400.0
+    """Fair share: a job that has waited this long goes before all new ones of its priority, whatever its owner used."""
     placement_timeout_s: Seconds = 30.0
     """How long Ray may take to grant what the scheduler counted as free."""
     start_timeout_s: Seconds = 1800.0

@@ -21,10 +21,11 @@ from sqlalchemy import (
     UniqueConstraint,
     create_engine,
     event,
+    func,
     select,
 )
 
-from opentinker.scheduler.records import ApiKey, Event, Job, Policy, Record, Server
+from opentinker.scheduler.records import ApiKey, Event, Job, LiveJob, PastUse, Policy, Record, Server
 from opentinker.scheduler.states import JobState, ServerState
 
 R = TypeVar("R", Job, Server, Policy, Event, ApiKey)
@@ -48,6 +49,18 @@ class JobStore(Protocol):
 
     def live_jobs(self) -> list[Job]:
         """Jobs that have not ended, in the order of their submission."""
+        ...
+
+    def live_queue(self) -> list[LiveJob]:
+        """As `live_jobs`, without their configs."""
+        ...
+
+    def holding_since(self, job_id: str) -> float | None:
+        """When a job was given resources, the last time; None while it was not."""
+        ...
+
+    def past_use(self, since: float) -> list[PastUse]:
+        """What jobs held that ended after `since`."""
         ...
 
     def server(self, server_id: str) -> Server | None: ...
@@ -84,7 +97,7 @@ _jobs = Table(
     Column("state", Enum(JobState, native_enum=False, length=16), nullable=False, index=True),
     Column("config", JSON, nullable=False),
     Column("run_dir", Text, nullable=False),
-    Column("gpus", Integer, nullable=False),
+    Column("gpus", Float, nullable=False),
     Column("cpu_slots", Integer, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("started_at", Float),
@@ -102,7 +115,7 @@ _servers = Table(
     Column("state", Enum(ServerState, native_enum=False, length=16), nullable=False, index=True),
     Column("base_model", Text, nullable=False),
     Column("node_id", String(128), nullable=False),
-    Column("gpus", Integer, nullable=False),
+    Column("gpus", Float, nullable=False),
     Column("cpu_slots", Integer, nullable=False),
     Column("endpoint", Text, nullable=False),
     Column("worker_pid", Integer),
@@ -180,6 +193,30 @@ class SqlStore:
 
     def live_jobs(self) -> list[Job]:
         return self._all(Job, select(_jobs).where(_jobs.c.state.not_in(ENDED)).order_by(_jobs.c.row))
+
+    def live_queue(self) -> list[LiveJob]:
+        columns = [_jobs.c[field.name] for field in fields(LiveJob)]
+        query = select(*columns).where(_jobs.c.state.not_in(ENDED)).order_by(_jobs.c.row)
+        with self._engine.connect() as connection:
+            return [LiveJob(*row) for row in connection.execute(query)]
+
+    def holding_since(self, job_id: str) -> float | None:
+        query = select(func.max(_events.c.at)).where(_events.c.job_id == job_id, _events.c.kind == "starting")
+        with self._engine.connect() as connection:
+            at: float | None = connection.execute(query).scalar()
+            return at
+
+    def past_use(self, since: float) -> list[PastUse]:
+        held = select(_events.c.job_id, func.min(_events.c.at).label("begin")).where(_events.c.kind == "starting")
+        begin = held.group_by(_events.c.job_id).subquery()
+        query = (
+            select(_jobs.c.owner, _jobs.c.gpus, _jobs.c.cpu_slots, begin.c.begin, _jobs.c.ended_at)
+            .join(begin, begin.c.job_id == _jobs.c.id)
+            .where(_jobs.c.ended_at > since)
+            .order_by(_jobs.c.ended_at, _jobs.c.row)
+        )
+        with self._engine.connect() as connection:
+            return [PastUse(*row) for row in connection.execute(query)]
 
     def server(self, server_id: str) -> Server | None:
         return self._first(Server, select(_servers).where(_servers.c.id == server_id))

@@ -51,6 +51,7 @@ def train(
             engine=job.engine,
             trainer=job.trainer,
             resources=job.resources,
+            scheduling=job.scheduling,
             name=job.name,
             seed=job.training.seed,
         ) as hosted:

@@ -21,12 +21,16 @@ def up(
     ray_address: Annotated[
         str | None, typer.Option(help="Serve a running Ray cluster instead of starting one; 'auto' finds it.")
     ] = None,
+    settings: Annotated[
+        Path | None, typer.Option(help="YAML file of scheduler settings: quotas, shares, leases, ... (docs/scheduling.md).")
+    ] = None,
 ) -> None:
     """Start a cluster on this machine and keep it until Ctrl-C.
 
     With --ray-address the cluster is Ray's own: its nodes offer GPUs, or the custom resource `cpu_slot`, and the scheduler
     stays there when this command ends. It creates an API key on its first start; the other commands find it by themselves.
     """
+    from opentinker.config.base import read_yaml
     from opentinker.scheduler.cluster import EmbeddedCluster
 
     with signals_as_interrupt():
@@ -38,6 +42,7 @@ def up(
             cpu_slots=cpu_slots,
             gpus=gpus,
             ray_address=ray_address,
+            settings=read_yaml(settings) if settings else None,
         )
         try:
             with signals_as_interrupt():  # again: Ray has set a handler of its own

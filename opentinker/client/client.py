@@ -12,7 +12,7 @@ from opentinker.client.local import find_cluster
 from opentinker.client.policy import PolicyClient
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.client.sync import SyncRunner
-from opentinker.config.job import EngineConfig, InteractiveJobConfig, LoraConfig, Resources, TrainerConfig
+from opentinker.config.job import EngineConfig, InteractiveJobConfig, LoraConfig, Resources, Scheduling, TrainerConfig
 from opentinker.errors import (
     AuthenticationError,
     ConflictError,
@@ -54,6 +54,7 @@ class Client:
         engine: EngineConfig | None = None,
         trainer: TrainerConfig | None = None,
         resources: Resources | None = None,
+        scheduling: Scheduling | None = None,
         name: str = "",
         seed: int = 0,
         start_timeout_s: float = 1800.0,
@@ -71,6 +72,7 @@ class Client:
             engine=engine or EngineConfig(),
             trainer=trainer or TrainerConfig(),
             resources=resources or Resources(),
+            scheduling=scheduling or Scheduling(),
             name=name,
             seed=seed,
         )

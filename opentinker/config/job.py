@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from opentinker.client.messages import AdamParams
 from opentinker.config.base import Config, nearest, parse_config
@@ -65,11 +65,60 @@ class ServerConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
 
 
+def _whole_or_fraction(gpus: float) -> float:
+    if gpus > 1 and gpus != int(gpus):
+        raise ValueError(f"{gpus:g} GPUs: more than one GPU must be a whole number; only a fraction of one GPU can be shared")
+    if 0 < gpus < 0.01:
+        raise ValueError(f"{gpus:g} of a GPU is less than the smallest share, 0.01")
+    return int(gpus) if gpus == int(gpus) else round(gpus, 4)
+
+
+Gpus = Annotated[float, Field(ge=0.0, le=100_000, allow_inf_nan=False), AfterValidator(_whole_or_fraction)]
+"""0, a fraction of one GPU, or a whole number."""
+
+
+class RoleResources(Config):
+    """What one role occupies in the split layout."""
+
+    gpus: Annotated[Gpus, Field(gt=0.0)] = 1
+    """GPUs of one replica. A replica is never split over nodes, so a tensor-parallel engine stays on one."""
+    replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Replicas of this size; each may be on another node. They start together or not at all."""
+
+
 class Resources(Config):
     """What the job's server occupies."""
 
-    gpus: Annotated[int, Field(ge=0)] | None = None
-    """GPUs; None = one GPU if the cluster has any, otherwise one CPU slot; 0 = one CPU slot."""
+    gpus: Gpus | None = None
+    """GPUs on one node; None = one GPU if the cluster has any, otherwise one CPU slot; 0 = one CPU slot. A fraction, such as
+    0.25, shares one GPU with other fractions."""
+    layout: Literal["colocated", "split"] = "colocated"
+    """'colocated' keeps trainer and rollout engine on the same GPUs; 'split' sizes them apart (not yet served)."""
+    trainer: RoleResources | None = None
+    """Layout 'split' only: what the trainer occupies."""
+    rollout: RoleResources | None = None
+    """Layout 'split' only: what the rollout engines occupy."""
+
+    @model_validator(mode="after")
+    def _roles_fit_layout(self) -> "Resources":
+        roles = {"trainer": self.trainer, "rollout": self.rollout}
+        if self.layout == "colocated" and (given := [name for name, role in roles.items() if role is not None]):
+            raise ValueError(f"{' and '.join(given)} can only be sized with layout 'split'; 'colocated' takes gpus")
+        if self.layout == "split" and (absent := [name for name, role in roles.items() if role is None]):
+            raise ValueError(f"layout 'split' needs {' and '.join(absent)}, such as {absent[0]}.gpus=1")
+        if self.layout == "split" and self.gpus is not None:
+            raise ValueError("layout 'split' takes trainer.gpus and rollout.gpus, not gpus")
+        return self
+
+
+class Scheduling(Config):
+    """When the job's turn comes."""
+
+    priority: Annotated[int, Field(ge=-10, le=10)] = 0
+    """Jobs of a higher priority go first, whatever anybody used; within a priority, fair share and waiting time decide."""
+    time_limit_s: Seconds | None = None
+    """Longest time that the job may hold its resources; then it FAILs. With a limit, a job may fill gaps in front of larger
+    jobs; without one, it never overtakes."""
 
 
 class SamplingConfig(Config):
@@ -187,6 +236,7 @@ class RLJobConfig(Config):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     resources: Resources = Resources()
+    scheduling: Scheduling = Scheduling()
     environment: EnvironmentConfig
     algorithm: AlgorithmConfig = GRPOConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -220,6 +270,7 @@ class InteractiveJobConfig(Config):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     resources: Resources = Resources()
+    scheduling: Scheduling = Scheduling()
     seed: Annotated[int, Field(ge=0)] = 0
     """Tasks, samples and adapter initialisation derive from it."""
 

@@ -57,6 +57,9 @@ class LocalLauncher:
             raise EngineError("the model does not fit")
         return Launched("http://127.0.0.1:1", os.getpid(), os.getpid())
 
+    def gpus_of(self, server_id: str) -> tuple[int, ...]:
+        return ()
+
     async def probe(self, server_id: str) -> str:
         if server_id not in self.servers:
             return "its server is gone"
@@ -111,17 +114,18 @@ class World:
         await asyncio.gather(self._loop, return_exceptions=True)
 
     async def interactive(self, base_model: str = "some-model", owner: str = "admin", **options: Any) -> dict[str, Any]:
-        return await self.service.submit(owner, {"kind": "interactive", "base_model": base_model}, **options)
+        sections = {name: options.pop(name) for name in ("resources", "scheduling") if name in options}
+        return await self.service.submit(owner, {"kind": "interactive", "base_model": base_model, **sections}, **options)
 
     async def rl(self) -> dict[str, Any]:
         config = {"kind": "rl", "base_model": "some-model", "environment": {"name": "arithmetic"}}
         return await self.service.submit("admin", config)
 
-    async def reach(self, job: dict[str, Any], state: str) -> dict[str, Any]:
+    async def reach(self, job: dict[str, Any], state: str, owner: str = "admin") -> dict[str, Any]:
         """The job once it is in `state`."""
         async with asyncio.timeout(5.0):
             while job["state"] != state:
-                job = await self.service.job("admin", job["id"], job["state"], 5.0)
+                job = await self.service.job(owner, job["id"], job["state"], 5.0)
         return job
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -84,6 +84,9 @@ class CrashingLauncher:
     async def probe(self, server_id: str) -> str:
         return "" if f"{server_id}.worker" in self._cluster.processes else "its server is gone"
 
+    def gpus_of(self, server_id: str) -> tuple[int, ...]:
+        return ()
+
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
         name = f"{spec.job_id}.driver"
 

@@ -2,74 +2,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opentinker.config.job import Resources
+from opentinker.config.base import parse_config
+from opentinker.config.job import Resources, RoleResources, ServerConfig
 from opentinker.errors import ConfigError
-from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on, place, threads_for
+from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on, roles_of, server_config, threads_for
+from opentinker.scheduler.plan import JobView
+from opentinker.scheduler.queueing import schedule
+from opentinker.scheduler.quotas import check_quota
+from opentinker.scheduler.settings import Quota
+from opentinker.scheduler.states import JobState
 
-demands = st.one_of(st.builds(Demand, gpus=st.integers(1, 8)), st.just(Demand(cpu_slots=1)))
 clusters = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), min_size=1, max_size=5).map(
     lambda sizes: [Node(f"n{i}", f"n{i}", gpus, slots) for i, (gpus, slots) in enumerate(sizes)]
 )
-queues = st.lists(demands, max_size=12).map(lambda asked: [(f"j{i}", demand) for i, demand in enumerate(asked)])
 
 
-def holds(nodes: list[Node], queue: list[tuple[str, Demand]]) -> list[Allocation]:
-    """What an earlier placement of `queue` holds."""
-    return list(place(nodes, [], queue).starts.values())
-
-
-@given(clusters, queues, queues)
-def test_nothing_is_given_twice(nodes: list[Node], earlier: list[tuple[str, Demand]], queue: list[tuple[str, Demand]]) -> None:
-    held = holds(nodes, earlier)
-    after = held + list(place(nodes, held, queue).starts.values())
-    for node in nodes:
-        here = [a.demand for a in after if a.node_id == node.id]
-        assert sum(d.gpus for d in here) <= node.gpus
-        assert sum(d.cpu_slots for d in here) <= node.cpu_slots
-
-
-@given(clusters, queues, queues)
-def test_every_job_starts_or_is_told_why_not(
-    nodes: list[Node], earlier: list[tuple[str, Demand]], queue: list[tuple[str, Demand]]
-) -> None:
-    placement = place(nodes, holds(nodes, earlier), queue)
-    assert placement.starts.keys() | placement.waits.keys() == {job for job, _ in queue}
-    assert not placement.starts.keys() & placement.waits.keys()
-    assert all(placement.waits.values())
-
-
-@given(clusters, queues, queues)
-def test_nobody_overtakes_and_the_head_never_waits_for_nothing(
-    nodes: list[Node], earlier: list[tuple[str, Demand]], queue: list[tuple[str, Demand]]
-) -> None:
-    held = holds(nodes, earlier)
-    placement = place(nodes, held, queue)
-    order = [job for job, _ in queue]
-    assert list(placement.starts) == order[: len(placement.starts)]
-    if placement.waits:
-        head = queue[len(placement.starts)][1]
-        free = free_on(nodes, held + list(placement.starts.values())).values()
-        assert not any(f.gpus >= head.gpus and f.cpu_slots >= head.cpu_slots for f in free)
-
-
-@given(clusters, queues)
-def test_placement_is_a_function(nodes: list[Node], queue: list[tuple[str, Demand]]) -> None:
-    assert place(nodes, [], queue) == place(list(reversed(nodes)), [], queue)
-
-
-@given(clusters, st.one_of(st.none(), st.integers(0, 9)))
-def test_an_accepted_demand_fits_an_empty_cluster(nodes: list[Node], gpus: int | None) -> None:
+@given(clusters, st.one_of(st.none(), st.sampled_from([0.25, 0.5]), st.integers(0, 9)))
+def test_an_accepted_demand_fits_an_empty_cluster(nodes: list[Node], gpus: float | None) -> None:
     try:
         demand = demand_of(Resources(gpus=gpus), nodes)
     except ConfigError:
         return
-    assert place(nodes, [], [("j", demand)]).starts
+    assert schedule(nodes, [], [JobView("j", JobState.QUEUED, (demand,))]).starts
 
 
 def test_without_a_wish_a_job_takes_a_gpu_where_there_is_one() -> None:
     assert demand_of(Resources(), [Node("a", "a", 0, 2), Node("b", "b", 4, 0)]) == Demand(gpus=1)
     assert demand_of(Resources(), [Node("a", "a", 0, 2)]) == Demand(cpu_slots=1)
     assert demand_of(Resources(gpus=0), [Node("b", "b", 4, 1)]) == Demand(cpu_slots=1)
+    assert demand_of(Resources(gpus=0.25), [Node("b", "b", 4, 1)]) == Demand(gpus=0.25)
 
 
 def test_a_job_that_can_never_fit_is_refused_with_the_largest_node() -> None:
@@ -77,23 +38,67 @@ def test_a_job_that_can_never_fit_is_refused_with_the_largest_node() -> None:
         demand_of(Resources(gpus=3), [Node("a", "a", 2, 0), Node("b", "b", 2, 0)])
 
 
-def test_waiting_is_explained_in_words() -> None:
-    nodes = [Node("a", "a", 2, 0)]
-    held = [Allocation("a", Demand(gpus=1))]
-    waits = place(nodes, held, [("j1", Demand(gpus=2)), ("j2", Demand(gpus=1)), ("j3", Demand(gpus=1))]).waits
-    assert waits == {
-        "j1": "2 GPUs: 1 GPU free",
-        "j2": "its turn: 1 job ahead in the queue",
-        "j3": "its turn: 2 jobs ahead in the queue",
-    }
+@pytest.mark.parametrize(
+    ("resources", "words"),
+    [
+        ({"gpus": 1.5}, "more than one GPU must be a whole number"),
+        ({"gpus": -1}, "greater than or equal to 0"),
+        ({"gpus": 0.001}, "less than the smallest share"),
+        ({"gpus": float("inf")}, "finite"),
+        ({"gpus": 1e9}, "less than or equal to 100000"),
+        ({"trainer": {"gpus": 1}}, "trainer can only be sized with layout 'split'"),
+        ({"layout": "split", "trainer": {"gpus": 1}}, "layout 'split' needs rollout"),
+        ({"layout": "split", "gpus": 2, "trainer": {}, "rollout": {}}, "not gpus"),
+        ({"layout": "split", "trainer": {"gpus": 0}, "rollout": {}}, "greater than 0"),
+    ],
+)
+def test_absurd_resources_are_refused_in_words(resources: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(Resources, resources)
 
 
-def test_a_small_job_fills_the_fuller_node() -> None:
-    nodes = [Node("a", "a", 8, 0), Node("b", "b", 8, 0)]
-    assert place(nodes, [Allocation("b", Demand(gpus=7))], [("j", Demand(gpus=1))]).starts["j"].node_id == "b"
+def test_roles_of_the_split_layout_are_bundles_of_their_own() -> None:
+    split = Resources(layout="split", trainer=RoleResources(gpus=8, replicas=2), rollout=RoleResources(gpus=4))
+    assert roles_of(split, []) == (("trainer", Demand(8)), ("trainer", Demand(8)), ("rollout", Demand(4)))
+    ((_, colocated),) = roles_of(Resources(gpus=8), [])
+    assert colocated == Demand(8)
+
+
+def test_the_split_layout_is_refused_as_long_as_servers_cannot_do_it() -> None:
+    split = Resources(layout="split", trainer=RoleResources(), rollout=RoleResources())
+    with pytest.raises(ConfigError, match="'split' is not served yet") as caught:
+        demand_of(split, [Node("a", "a", 8, 0)])
+    assert "resources.gpus" in caught.value.hint
+
+
+def test_what_no_waiting_could_change_is_refused_at_once() -> None:
+    check_quota(Quota(gpus=4, jobs=1, max_priority=0), Demand(4), 0)
+    with pytest.raises(ConfigError, match="asks for 8 GPUs; your quota is 4 GPUs"):
+        check_quota(Quota(gpus=4), Demand(8), 0)
+    with pytest.raises(ConfigError, match="lets no job run"):
+        check_quota(Quota(jobs=0), Demand(1), 0)
+    with pytest.raises(ConfigError, match="priority: 3 is above 0"):
+        check_quota(Quota(max_priority=0), Demand(1), 3)
+
+
+def test_the_engine_of_a_shared_gpu_takes_its_part_of_the_share() -> None:
+    config = ServerConfig(base_model="m")
+    assert server_config(config, Demand(0.5)).engine.memory_fraction == config.engine.memory_fraction / 2
+    assert server_config(config, Demand(2)) is config
+
+
+def test_free_room_is_counted_with_fractions() -> None:
+    held = [
+        Allocation("a", Demand(0.25)),
+        Allocation("a", Demand(2)),
+        Allocation("b", Demand(9)),
+        Allocation("gone", Demand(1)),
+    ]
+    assert free_on([Node("a", "a", 4, 1), Node("b", "b", 8, 0)], held) == {"a": Demand(1.75, 1), "b": Demand(0, 0)}
 
 
 def test_cores_are_shared_out_among_slots() -> None:
     assert threads_for(Node("a", "a", 0, 1, cpus=2), Demand(cpu_slots=1)) == 2
     assert threads_for(Node("a", "a", 0, 4, cpus=2), Demand(cpu_slots=1)) == 1
     assert threads_for(Node("a", "a", 8, 0, cpus=64), Demand(gpus=2)) == 16
+    assert threads_for(Node("a", "a", 2, 0, cpus=64), Demand(gpus=0.25)) == 8

@@ -17,16 +17,18 @@ from opentinker.scheduler.plan import (
     Wait,
     plan,
 )
+from opentinker.scheduler.queueing import Policy
+from opentinker.scheduler.settings import Quota
 from opentinker.scheduler.states import JobState, ServerState, move_job
 
 SLOT = Demand(cpu_slots=1)
 NODES = [Node("n", "n", 0, 1)]
-HELD = Allocation("n", SLOT)
+HELD = (Allocation("n", SLOT),)
 SERVER = ServerView("s", ServerState.READY, HELD, ("j",))
 
 
 def job(state: JobState, lease: float | None = None) -> JobView:
-    return JobView("j", state, SLOT, lease)
+    return JobView("j", state, (SLOT,), lease)
 
 
 def test_a_queued_job_starts_where_a_slot_is_free() -> None:
@@ -67,6 +69,51 @@ def test_a_driver_that_finished_has_finished_whatever_happens_to_its_server_then
     assert plan(Snapshot(0.0, NODES, [job(JobState.RUNNING)], [dead], {"j": DriverOutcome()})) == [End("j", JobState.COMPLETED)]
 
 
+def test_a_job_that_reached_its_time_limit_fails_and_says_so() -> None:
+    for state in (JobState.STARTING, JobState.RUNNING):
+        limited = replace(job(state), time_limit_s=3600.0, holds_since=100.0)
+        assert End not in [
+            type(d) for d in plan(Snapshot(3699.9, NODES, [limited], [replace(SERVER, state=ServerState.STARTING)]))
+        ]
+        assert plan(Snapshot(3700.0, NODES, [limited], [SERVER])) == [
+            End("j", JobState.FAILED, "reached its time limit of 1 h")
+        ]
+    finished = Snapshot(3700.0, NODES, [replace(limited)], [SERVER], {"j": DriverOutcome()})
+    assert plan(finished) == [End("j", JobState.COMPLETED)]
+    dead = Snapshot(3700.0, NODES, [limited], [replace(SERVER, fault="the worker died")])
+    assert plan(dead) == [End("j", JobState.FAILED, "the worker died")]
+
+
+def test_a_queued_job_has_no_time_limit_yet() -> None:
+    limited = replace(job(JobState.QUEUED), time_limit_s=1.0)
+    assert plan(Snapshot(1e9, NODES, [limited])) == [Start("j", HELD)]
+
+
+def test_running_jobs_count_into_usage_and_quota() -> None:
+    nodes = [Node("n", "n", 0, 2)]
+    running = replace(job(JobState.RUNNING), owner="heavy", holds_since=0.0)
+    mine = JobView("mine", JobState.QUEUED, (SLOT,), owner="heavy", submitted_at=50.0)
+    theirs = JobView("theirs", JobState.QUEUED, (SLOT,), owner="light", submitted_at=90.0)
+    decisions = plan(Snapshot(100.0, nodes, [running, mine, theirs], [SERVER]))
+    assert decisions[0] == Start("theirs", HELD)
+    policy = Policy(quotas={"heavy": Quota(jobs=1)})
+    assert plan(Snapshot(100.0, nodes, [running, mine], [SERVER], policy=policy)) == [
+        Wait("mine", "its owner's quota: 1 of 1 job running")
+    ]
+
+
+def test_the_time_of_the_estimate_is_that_of_the_last_job_on_a_shared_server() -> None:
+    shared = replace(SERVER, jobs=("i", "j"))
+    jobs = [
+        JobView(name, JobState.RUNNING, (SLOT,), time_limit_s=limit, holds_since=0.0)
+        for name, limit in (("i", 60.0), ("j", 720.0))
+    ]
+    queued = JobView("q", JobState.QUEUED, (SLOT,))
+    assert plan(Snapshot(0.0, NODES, [*jobs, queued], [shared])) == [
+        Wait("q", "needs 1 CPU slot; no CPU slot is free; estimated after i (in 12 min)")
+    ]
+
+
 def test_a_server_goes_with_the_last_job_that_uses_it() -> None:
     shared = replace(SERVER, jobs=("i", "j"))
     assert plan(Snapshot(0.0, NODES, [job(JobState.RUNNING)], [shared])) == []
@@ -77,7 +124,7 @@ def test_a_slot_is_taken_until_its_server_is_gone() -> None:
     stopping = ServerView("s", ServerState.STOPPING, HELD, ("earlier",))
     assert plan(Snapshot(0.0, NODES, [job(JobState.QUEUED)], [stopping])) == [
         Stop("s"),
-        Wait("j", "1 CPU slot: no CPU slots free"),
+        Wait("j", "needs 1 CPU slot; no CPU slot is free; estimated after earlier (in 0 s)"),
     ]
 
 
@@ -87,7 +134,7 @@ def test_whatever_happens_every_job_ends_and_everything_comes_back(seed: int, sl
     """Obey the plan in a world where servers start, break and stop, and drivers end, at random."""
     draw = random.Random(seed)
     nodes = [Node("n", "n", 0, slots)]
-    jobs = {f"j{i}": JobView(f"j{i}", JobState.QUEUED, SLOT, draw.choice([None, 40.0])) for i in range(count)}
+    jobs = {f"j{i}": JobView(f"j{i}", JobState.QUEUED, (SLOT,), draw.choice([None, 40.0])) for i in range(count)}
     servers: dict[str, ServerView] = {}
     outcomes: dict[str, DriverOutcome] = {}
     started: list[str] = []

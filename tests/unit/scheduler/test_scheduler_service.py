@@ -9,6 +9,7 @@ import pytest
 from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError, UnknownModelError
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
+from opentinker.scheduler.settings import Quota
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -47,7 +48,10 @@ async def test_the_second_job_waits_until_the_first_ones_processes_are_gone(worl
     second = await world.interactive()
     await asyncio.sleep(0.05)
     second = await world.service.job("admin", second["id"])
-    assert (second["state"], second["waiting_for"]) == ("QUEUED", "1 CPU slot: no CPU slots free")
+    assert (second["state"], second["waiting_for"]) == (
+        "QUEUED",
+        f"needs 1 CPU slot; no CPU slot is free; after {first['id']}, which has no time limit",
+    )
     world.launcher.unkillable = [4711]
     world.launcher.faults[first["id"]] = "the server's worker process (pid 4711) died"
     await world.reach(first, "FAILED")
@@ -229,3 +233,67 @@ async def test_no_key_and_no_token_is_on_disk(world: Any) -> None:
         assert job["server"]["token"].encode() not in content
     assert (world.settings.state_dir / "api_key").stat().st_mode & 0o777 == 0o600
     assert await world.service.authenticate(key.decode()) == "admin"
+
+
+async def test_a_job_that_reached_its_time_limit_fails_and_its_slot_comes_back(world: Any) -> None:
+    job = await world.interactive(scheduling={"time_limit_s": 20.0})
+    job = await world.reach(job, "RUNNING")
+    world.clock.now += 19.0
+    await asyncio.sleep(0.03)
+    assert (await world.service.heartbeat("admin", job["id"]))["state"] == "RUNNING"
+    world.clock.now += 1.0
+    job = await world.reach(job, "FAILED")
+    assert job["cause"] == "reached its time limit of 20 s"
+    await world.until_free(1)
+
+
+async def test_a_short_job_fills_the_gap_before_a_large_one_and_all_are_told_when(world: Any) -> None:
+    world.launcher.cluster = [Node("n1", "here", gpus=4, cpu_slots=0)]
+    first = await world.interactive(resources={"gpus": 2}, scheduling={"time_limit_s": 720.0})
+    await world.reach(first, "RUNNING")
+    large = await world.interactive(resources={"gpus": 4})
+    endless = await world.interactive(resources={"gpus": 1})
+    short = await world.interactive(resources={"gpus": 0.5}, scheduling={"time_limit_s": 600.0})
+    await world.reach(short, "RUNNING")
+    large, endless = [await world.service.job("admin", job["id"]) for job in (large, endless)]
+    assert (
+        large["waiting_for"] == f"needs 4 GPUs on one node; largest free block is 1; estimated after {first['id']} (in 12 min)"
+    )
+    assert endless["waiting_for"].startswith(f"its turn: 1 job ahead in the queue (next: {large['id']})")
+    (node,) = (await world.service.cluster())["nodes"]
+    assert (node["gpus"], node["free_gpus"]) == (4, 1.5)
+
+
+async def test_a_quota_refuses_what_can_never_run_and_lets_the_rest_wait(world: Any) -> None:
+    world.settings = world.settings.model_copy(update={"quotas": {"bob": Quota(gpus=2, max_priority=0)}})
+    await world.crash()
+    world.boot()
+    world.launcher.cluster = [Node("n1", "here", gpus=8, cpu_slots=0)]
+    with pytest.raises(ConfigError, match="asks for 4 GPUs; your quota is 2 GPUs"):
+        await world.interactive(owner="bob", resources={"gpus": 4})
+    with pytest.raises(ConfigError, match="priority: 5 is above 0"):
+        await world.interactive(owner="bob", scheduling={"priority": 5})
+    bobs = [await world.interactive(owner="bob", resources={"gpus": 2}) for _ in range(2)]
+    admins = await world.interactive(resources={"gpus": 4})
+    await world.reach(admins, "RUNNING")
+    waiting = await world.service.job("bob", bobs[1]["id"])
+    assert waiting["waiting_for"] == "its owner's quota: needs 2 GPUs, and 2 of 2 GPUs are in use"
+
+
+async def test_a_layout_that_servers_cannot_do_is_refused(world: Any) -> None:
+    split = {"layout": "split", "trainer": {"gpus": 1}, "rollout": {"gpus": 1}}
+    with pytest.raises(ConfigError, match="'split' is not served yet"):
+        await world.interactive(resources=split)
+
+
+async def test_who_used_less_goes_first_also_after_a_restart(world: Any) -> None:
+    heavy = await world.reach(await world.interactive(owner="heavy"), "RUNNING", owner="heavy")
+    world.clock.now += 20.0
+    await world.service.cancel("heavy", heavy["id"])
+    blocker = await world.reach(await world.rl(), "RUNNING")
+    again, light = [await world.interactive(owner=owner) for owner in ("heavy", "light")]
+    await world.crash()
+    world.boot()
+    await world.service.cancel("admin", blocker["id"])
+    await world.reach(light, "RUNNING", owner="light")
+    assert (await world.service.job("heavy", again["id"]))["state"] == "QUEUED"

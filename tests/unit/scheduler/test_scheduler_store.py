@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from opentinker.scheduler.records import ApiKey, Event, Job, Policy, Server
+from opentinker.scheduler.records import ApiKey, Event, Job, PastUse, Policy, Server
 from opentinker.scheduler.states import JobState, ServerState
 from opentinker.scheduler.store import SqlStore
 
@@ -62,3 +62,27 @@ def test_records_are_saved_together_or_not_at_all(store: SqlStore) -> None:
     with pytest.raises(IntegrityError):
         store.save(job("j1"), Policy("p", "j1", "no-such-server"))
     assert store.job("j1") is None
+
+
+def test_a_fraction_of_a_gpu_is_kept_exactly(store: SqlStore) -> None:
+    store.save(replace(job("j"), gpus=0.25, cpu_slots=0), replace(server("s"), gpus=0.25))
+    found, (hosted, _) = store.job("j"), store.open_servers()[0]
+    assert found is not None
+    assert (found.gpus, hosted.gpus) == (0.25, 0.25)
+
+
+def test_the_queue_is_read_without_configs_in_the_order_of_submission(store: SqlStore) -> None:
+    store.save(job("b"), job("a", JobState.RUNNING), job("done", JobState.FAILED))
+    assert [(row.id, row.state, row.owner) for row in store.live_queue()] == [
+        ("b", JobState.QUEUED, "ann"),
+        ("a", JobState.RUNNING, "ann"),
+    ]
+
+
+def test_past_use_runs_from_the_start_of_resources_to_the_end(store: SqlStore) -> None:
+    ended = replace(job("j", JobState.COMPLETED), ended_at=50.0, gpus=2.0)
+    store.save(ended, Event("j", 10.0, "starting"), replace(job("never", JobState.CANCELLED), ended_at=60.0), job("queued"))
+    assert store.holding_since("j") == 10.0
+    assert store.holding_since("queued") is None
+    assert store.past_use(0.0) == [PastUse("ann", 2.0, 1, 10.0, 50.0)]
+    assert store.past_use(50.0) == []

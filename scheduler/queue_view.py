@@ -1,0 +1,94 @@
+"""The jobs as a plan sees them, kept between looks: what has to be parsed is parsed once per job, not at every look."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from opentinker.config.base import parse_config
+from opentinker.config.job import Scheduling
+from opentinker.scheduler.fairshare import UsageLedger, cost_of
+from opentinker.scheduler.placement import Demand
+from opentinker.scheduler.plan import JobView
+from opentinker.scheduler.queueing import Policy
+from opentinker.scheduler.records import Job, LiveJob
+from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.states import JobState
+from opentinker.scheduler.store import JobStore
+
+_FORGOTTEN_HALF_LIVES = 10
+"""After these, a use counts less than a thousandth."""
+_FEW = 50
+"""More unknown jobs than these are read in one query rather than one by one."""
+
+
+class QueueView:
+    """Job views and usage over a store. The reconciler tells it what starts and what ends; the rest it reads."""
+
+    def __init__(self, store: JobStore, settings: Settings, now: float) -> None:
+        self.policy = Policy(
+            settings.shares,
+            settings.quota,
+            settings.quotas,
+            half_life_s=settings.usage_half_life_s,
+            patience_s=settings.patience_s,
+        )
+        self._store = store
+        self._views: dict[str, JobView] = {}
+        self._ledger = UsageLedger(settings.usage_half_life_s)
+        for use in store.past_use(now - _FORGOTTEN_HALF_LIVES * settings.usage_half_life_s):
+            self._ledger.charge(use.owner, cost_of([Demand(use.gpus, use.cpu_slots)]), use.begin, use.end)
+
+    def jobs(self) -> list[JobView]:
+        """Jobs that have not ended, in the order of their submission."""
+        rows = self._store.live_queue()
+        unknown = [row.id for row in rows if row.id not in self._views]
+        schedulings = self._schedulings(unknown) if unknown else {}
+        views = [self._view(row, schedulings) for row in rows]
+        self._views = {view.id: view for view in views}
+        return views
+
+    def usage(self, now: float) -> dict[str, float]:
+        """Decayed usage by owner of jobs that have ended."""
+        return self._ledger.usage(now)
+
+    def started(self, job_id: str, now: float) -> None:
+        """The job was given its resources."""
+        if (view := self._views.get(job_id)) is not None:
+            self._views[job_id] = replace(view, state=JobState.STARTING, holds_since=now)
+
+    def ended(self, job: Job, now: float) -> None:
+        """The job, given as it was before, has ended."""
+        view = self._views.pop(job.id, None)
+        if job.state is not JobState.QUEUED:
+            since = view.holds_since if view is not None else self._store.holding_since(job.id)
+            if since is not None:
+                self._ledger.charge(job.owner, cost_of([Demand(job.gpus, job.cpu_slots)]), since, now)
+
+    def _view(self, row: LiveJob, schedulings: dict[str, Scheduling]) -> JobView:
+        view = self._views.get(row.id)
+        if view is not None and view.state is row.state and view.lease_expires_at == row.lease_expires_at:
+            return view
+        if view is not None:
+            since = None if row.state is JobState.QUEUED else view.holds_since
+            return replace(view, state=row.state, lease_expires_at=row.lease_expires_at, holds_since=since)
+        scheduling = schedulings[row.id]
+        return JobView(
+            id=row.id,
+            state=row.state,
+            request=(Demand(row.gpus, row.cpu_slots),),
+            lease_expires_at=row.lease_expires_at,
+            owner=row.owner,
+            priority=scheduling.priority,
+            time_limit_s=scheduling.time_limit_s,
+            submitted_at=row.created_at,
+            holds_since=None if row.state is JobState.QUEUED else self._store.holding_since(row.id),
+        )
+
+    def _schedulings(self, unknown: Sequence[str]) -> dict[str, Scheduling]:
+        jobs = self._store.live_jobs() if len(unknown) > _FEW else [self._store.job(job_id) for job_id in unknown]
+        return {job.id: scheduling_of(job.config) for job in jobs if job is not None}
+
+
+def scheduling_of(config: dict[str, Any]) -> Scheduling:
+    """The `scheduling` section of a stored config; jobs of earlier versions have none."""
+    return parse_config(Scheduling, config.get("scheduling", {}))
