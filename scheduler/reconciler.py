@@ -35,12 +35,15 @@ class Reconciler:
         settings: Settings,
         token_of: Callable[[str], str],
         now: Callable[[], float],
+        steady: Callable[[], float],
     ) -> None:
         self._store = store
         self._launcher = launcher
         self._settings = settings
         self._token_of = token_of
         self._now = now
+        self._steady = steady
+        self._leases: dict[str, float] = {}
         self._faults: dict[str, str] = {}
         self._outcomes: dict[str, DriverOutcome] = {}
         self._waits: dict[str, str] = {}
@@ -55,8 +58,6 @@ class Reconciler:
         The outage does not count against leases, for nobody could renew them.
         """
         for job in self._store.live_jobs():
-            if job.lease_expires_at is not None:
-                job = replace(job, lease_expires_at=self._now() + self._settings.lease_s)
             self._record(job, RESTARTED)
 
     async def run(self) -> None:
@@ -74,7 +75,8 @@ class Reconciler:
         """One look at the cluster, and what follows from it."""
         nodes = await self._launcher.nodes()
         jobs = [
-            JobView(job.id, job.state, Demand(job.gpus, job.cpu_slots), job.lease_expires_at) for job in self._store.live_jobs()
+            JobView(job.id, job.state, Demand(job.gpus, job.cpu_slots), self._lease_expires_at(job))
+            for job in self._store.live_jobs()
         ]
         servers = [
             ServerView(
@@ -90,6 +92,18 @@ class Reconciler:
         for decision in plan(Snapshot(self._now(), nodes, jobs, servers, self._outcomes, self._settings.lease_s)):
             self._obey(decision)
         self._attend()
+
+    def renew_lease(self, job_id: str) -> None:
+        """The job's client was heard of. Leases run by a clock that nobody sets, and start anew when the scheduler does: the
+        store's `lease_expires_at` only says that there is one."""
+        self._leases[job_id] = self._steady() + self._settings.lease_s
+
+    def _lease_expires_at(self, job: Job) -> float | None:
+        """In Unix time as it is now, however it was set meanwhile."""
+        if job.lease_expires_at is None:
+            return None
+        now = self._steady()
+        return self._now() + self._leases.setdefault(job.id, now + self._settings.lease_s) - now
 
     def wake(self) -> None:
         """Something changed: look now."""
@@ -107,6 +121,7 @@ class Reconciler:
         """
         ended = replace(job, state=move_job(job.state, state), cause=cause, ended_at=self._now())
         self._record(ended, state.lower(), cause)
+        self._leases.pop(job.id, None)
         return ended
 
     def waiting_for(self, job: Job) -> str:
