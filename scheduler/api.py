@@ -220,6 +220,8 @@ async def _invalid(_: Request, error: Exception) -> JSONResponse:
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, OpenTinkerError):  # raised while the body was read, which FastAPI calls its own error
+        return problem(error.__cause__)
     if error.status_code == 404:
         return problem(NotFoundError(f"no route {request.url.path}"))
     return problem(InvalidRequestError(str(error.detail)), error.status_code)

@@ -218,6 +218,10 @@ class World:
                     return
                 await asyncio.sleep(0.005)
 
+    async def settle(self) -> None:
+        """Let the scheduler look at the cluster a few times."""
+        await asyncio.sleep(10 * self.settings.reconcile_s)
+
     async def free_slots(self) -> int:
         return sum(node["free_cpu_slots"] for node in (await self.service.cluster())["nodes"])
 

@@ -7,7 +7,6 @@ from opentinker.scheduler import limits
 from opentinker.scheduler.limits import (
     GLOBAL_BURST,
     PER_ADDRESS_BURST,
-    PER_ADDRESS_PER_S,
     LoginLimiter,
     TokenBucket,
     network_of,

@@ -236,7 +236,7 @@ def test_a_database_that_is_newer_than_the_code_is_refused_and_not_touched(store
     with writing(store._engine) as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     store.close()
-    with pytest.raises(ConfigError, match="9999.*newer OpenTinker"):
+    with pytest.raises(ConfigError, match=r"9999.*newer OpenTinker"):
         SqlStore.open(database_url)
     with connect(database_url).connect() as connection:
         assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == "9999"
