@@ -95,7 +95,7 @@ def create_app(scheduler: Scheduler) -> FastAPI:
     async def job(
         request: Request, job_id: str, state: str | None = None, wait_s: Annotated[float, Query(ge=0.0)] = 0.0
     ) -> dict[str, Any]:
-        return await scheduler.job(_owner(request), job_id, state, wait_s)
+        return _shown(request, await scheduler.job(_owner(request), job_id, state, wait_s))
 
     @app.get("/v1/jobs/{job_id}/events")
     async def events(request: Request, job_id: str) -> dict[str, Any]:
@@ -103,15 +103,15 @@ def create_app(scheduler: Scheduler) -> FastAPI:
 
     @app.post("/v1/jobs/{job_id}/heartbeat")
     async def heartbeat(request: Request, job_id: str) -> dict[str, Any]:
-        return await scheduler.heartbeat(await changing(request, job_id), job_id)
+        return _shown(request, await scheduler.heartbeat(await changing(request, job_id), job_id))
 
     @app.post("/v1/jobs/{job_id}/complete")
     async def complete(request: Request, job_id: str) -> dict[str, Any]:
-        return await scheduler.complete(await changing(request, job_id), job_id)
+        return _shown(request, await scheduler.complete(await changing(request, job_id), job_id))
 
     @app.post("/v1/jobs/{job_id}/cancel")
     async def cancel(request: Request, job_id: str) -> dict[str, Any]:
-        return await scheduler.cancel(await changing(request, job_id), job_id, caller_of(request))
+        return _shown(request, await scheduler.cancel(await changing(request, job_id), job_id, caller_of(request)))
 
     @app.get("/v1/jobs/{job_id}/logs")
     async def logs(request: Request, job_id: str, offset: int = 0) -> dict[str, Any]:
@@ -137,6 +137,14 @@ def _owner(request: Request) -> str:
     """Whose jobs the caller may name by id: an admin everybody's."""
     caller = caller_of(request)
     return EVERYONE if caller.is_admin else caller.name
+
+
+def _shown(request: Request, job: dict[str, Any]) -> dict[str, Any]:
+    """The job, with its policy's token only for its owner and a key that may do more than read: the token opens the policy."""
+    caller = caller_of(request)
+    if job["server"] is not None and not (job["owner"] == caller.name and caller.may(records.Scope.SUBMIT)):
+        job["server"].pop("token", None)
+    return job
 
 
 def _listed(request: Request, owner: str | None) -> str:

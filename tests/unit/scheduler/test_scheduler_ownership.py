@@ -176,6 +176,22 @@ async def test_an_administrator_sees_and_cancels_everybodys_jobs_and_leaves_a_tr
     ]
 
 
+async def test_a_policys_token_is_for_its_owners_keys_that_may_submit(people: People) -> None:
+    job_id = await submitted(people, "ann")
+    answer = await people.call("admin", "POST", "/v1/users/ann/keys", {"name": "dashboard", "scopes": ["read"]})
+    people.keys["viewer"] = answer.json()["key"]
+    job: dict[str, Any] = {"state": "QUEUED"}
+    while job["state"] != "RUNNING":
+        job = (await people.call("ann", "GET", f"/v1/jobs/{job_id}?state={job['state']}&wait_s=5")).json()
+    token = job["server"]["token"]
+    for who in ("viewer", "admin"):
+        answer = await people.call(who, "GET", f"/v1/jobs/{job_id}")
+        assert answer.json()["server"]["endpoint"]
+        assert token not in answer.text
+    assert "token" in (await people.call("ann", "POST", f"/v1/jobs/{job_id}/heartbeat")).json()["server"]
+    assert "token" not in (await people.call("admin", "POST", f"/v1/jobs/{job_id}/heartbeat")).json()["server"]
+
+
 async def test_two_users_may_use_the_same_idempotency_key(people: People) -> None:
     body = {**SUBMISSION, "idempotency_key": "k"}
     first = [(await people.call(who, "POST", "/v1/jobs", body)).json()["id"] for who in ("ann", "bob")]
