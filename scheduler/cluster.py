@@ -235,6 +235,7 @@ def _serve(scheduler: RemoteScheduler, listener: socket.socket) -> Iterator[None
         access_log=False,
         lifespan="off",
         ws="none",
+        forwarded_allow_ips=["127.0.0.1", "::1"],  # a proxy on this machine; whatever $FORWARDED_ALLOW_IPS says
         timeout_graceful_shutdown=HTTP_STOP_S,
     )
     server = uvicorn.Server(config)
