@@ -1,6 +1,7 @@
 """Opening a database: which one a URL means, its settings, and its schema brought up to this code's."""
 
 import logging
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, InterfaceError, NoSuchModuleError, OperationalError
 
 from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, StorageError, UnavailableError
 
@@ -21,6 +22,8 @@ MIGRATION_LOCK, WRITER_LOCK = 7_262_001, 7_262_002
 """PostgreSQL advisory locks."""
 PATIENCE_S = 15.0
 """How long to wait for an earlier scheduler's session to end."""
+_FULL = ("disk is full", "no space left", "disk i/o error", "readonly database")
+_AWAY = ("locked", "unable to open", "busy")
 _WRITING = {"opentinker_writing": True}
 
 
@@ -103,14 +106,16 @@ def translated() -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
-        cause = error.orig
-        words = " ".join(str(cause).split())
-        name = type(cause).__name__
-        if any(full in words.lower() for full in ("disk is full", "no space left", "disk i/o error", "readonly database")):
+        words = " ".join(str(error.orig).split())
+        if any(full in words.lower() for full in _FULL):
             raise StorageError(f"the scheduler's store cannot be written: {words}", hint="free space on its disk") from error
-        if name == "DataError" or "NUL" in words:
+        if isinstance(error, DataError):
             raise InvalidRequestError("the scheduler's store cannot hold this text") from error
-        if name in ("OperationalError", "InterfaceError", "QueryCanceled", "AdminShutdown") or error.connection_invalidated:
+        if isinstance(error.orig, sqlite3.Error):  # which calls a missing table operational, too
+            away = any(word in words for word in _AWAY)
+        else:
+            away = isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
+        if away:
             raise UnavailableError(f"the scheduler's store does not answer: {words}") from error
         raise
 

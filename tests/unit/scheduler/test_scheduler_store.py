@@ -3,6 +3,8 @@
 import logging
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -337,6 +339,45 @@ def test_a_full_disk_loses_nothing_that_was_there_and_takes_nothing_half(tmp_pat
     with store._engine.connect() as connection:
         connection.execute(text("PRAGMA max_page_count=1000000"))
     store.save(big)
+    store.close()
+    assert sqlite3.connect(tmp_path / "s.db").execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_a_disk_that_really_takes_no_more_is_survived(tmp_path: Path) -> None:
+    """The kernel refuses writes beyond a file size, as it does on a full disk. In its own process, to limit only that."""
+    code = """if True:
+        import resource, signal, sys
+        from pathlib import Path
+        from opentinker.errors import StorageError
+        from opentinker.scheduler.records import Event, Job
+        from opentinker.scheduler.states import JobState
+        from opentinker.scheduler.store import SqlStore
+
+        def job(number):
+            return Job(f"j{number}", "ann", "n", "rl", JobState.QUEUED, {"x": "y" * 20_000}, "/runs", 0, 1, 1.0)
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        store = SqlStore.open_sqlite(Path(sys.argv[1]))
+        accepted = []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
+        refused = 0
+        for number in range(60):
+            try:
+                store.accept(job(number), Event(f"j{number}", 1.0, "submitted"))
+                accepted.append(f"j{number}")
+            except StorageError as error:
+                refused += 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert refused and accepted, (refused, accepted)
+        assert [j.id for j in store.live_jobs()] == accepted
+        store.accept(job(99), Event("j99", 1.0, "submitted"))
+        print(*accepted, "j99")
+    """
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s.db")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    store = SqlStore.open_sqlite(tmp_path / "s.db")
+    assert [j.id for j in store.live_jobs()] == done.stdout.split()
+    assert all(len(store.events(j.id)) == 1 for j in store.live_jobs())
     store.close()
     assert sqlite3.connect(tmp_path / "s.db").execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
