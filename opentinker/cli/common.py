@@ -28,7 +28,7 @@ KeyOption = Annotated[
     typer.Option(
         "--key-file",
         help="A file with your API key; '-' asks for it, or reads it from standard input. "
-        f"Default: ${API_KEY_VARIABLE}, or the key of the cluster on this machine.",
+        f"Default: the key of the cluster on this machine, else ${API_KEY_VARIABLE}.",
         allow_dash=True,
     ),
 ]

@@ -25,7 +25,7 @@ SCRIPT = """if True:
 """
 SECRETS = {
     "OPENTINKER_API_KEY": "a-key-of-the-operator",
-    "PGPASSWORD": "a-password-of-the-operator",
+    "PGPASSWORD": "not-for-logs",
     "RAY_AUTH_TOKEN": "a-token-of-this-very-cluster-00000000000000000000",
     "RAY_AUTH_MODE": "token",
 }

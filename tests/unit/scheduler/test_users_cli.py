@@ -54,7 +54,6 @@ async def test_a_users_life_on_the_command_line(run: Run, tmp_path: Path) -> Non
     assert file.read_text().strip() not in second.output
     assert (await run("ps", "--key-file", file)).exit_code == 0
     assert (await run("ps", "--key-file", "-", input=key)).exit_code == 0
-    assert (await run("ps", env={"OPENTINKER_API_KEY": key})).exit_code == 0
     refused = await run("users", "list", "--key-file", file)
     assert refused.exit_code == 1
     assert "'admin'" in refused.stderr
@@ -62,14 +61,14 @@ async def test_a_users_life_on_the_command_line(run: Run, tmp_path: Path) -> Non
     assert [line.split() for line in listed.stdout.splitlines() if "ann" in line] == [
         ["ann", "submit", "2", "4", "-", "active"]
     ]
-    keys = json.loads((await run("users", "keys", "ann", "--json")).stdout)["keys"]
-    assert [k["name"] for k in keys] == ["default", "dashboard"]
-    rotated = await run("users", "rotate", "ann", keys[0]["id"], "--json")
+    keys = {k["name"]: k for k in json.loads((await run("users", "keys", "ann", "--json")).stdout)["keys"]}
+    assert set(keys) == {"default", "dashboard"}
+    rotated = await run("users", "rotate", "ann", keys["default"]["id"], "--json")
     new = json.loads(rotated.stdout)
-    assert (await run("ps", env={"OPENTINKER_API_KEY": key})).exit_code == 1
-    assert (await run("ps", env={"OPENTINKER_API_KEY": new["key"]})).exit_code == 0
+    assert (await run("ps", "--key-file", "-", input=key)).exit_code == 1
+    assert (await run("ps", "--key-file", "-", input=new["key"])).exit_code == 0
     assert (await run("users", "revoke", "ann", new["id"])).exit_code == 0
-    assert (await run("ps", env={"OPENTINKER_API_KEY": new["key"]})).exit_code == 1
+    assert (await run("ps", "--key-file", "-", input=new["key"])).exit_code == 1
     assert (await run("users", "set", "ann", "--scope", "read", "--max-gpus", "-1")).exit_code == 0
     assert (await run("users", "disable", "ann")).exit_code == 0
     assert (await run("ps", "--key-file", file)).exit_code == 1
