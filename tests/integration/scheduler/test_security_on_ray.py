@@ -2,6 +2,7 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ import httpx
 import psutil
 import pytest
 
+from opentinker.errors import ConfigError
 from opentinker.scheduler.database import connect
+from opentinker.scheduler.state_dir import StateDir
+from opentinker.scheduler.store import SqlStore
 
 SCRIPT = """if True:
     import json, sys
@@ -137,3 +141,15 @@ def test_the_jobs_are_in_postgresql_and_not_in_a_file(server: Server) -> None:
     with engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT count(*) FROM jobs").scalar() >= 1
     engine.dispose()
+
+
+def test_a_database_of_a_newer_version_is_named_before_anything_starts(tmp_path: Path) -> None:
+    from opentinker.scheduler.cluster import EmbeddedCluster
+
+    (tmp_path / "state").mkdir()
+    SqlStore.open_sqlite(tmp_path / "state" / "scheduler.db").close()
+    with sqlite3.connect(tmp_path / "state" / "scheduler.db") as database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(ConfigError, match="9999"):
+        EmbeddedCluster.start(tmp_path / "state", tmp_path / "runs", port=0)
+    assert StateDir(tmp_path / "state").running() is None
