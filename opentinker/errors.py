@@ -60,6 +60,31 @@ class AuthenticationError(OpenTinkerError):
     status = 401
 
 
+class ForbiddenError(OpenTinkerError):
+    """The key is valid, but its scopes do not allow this."""
+
+    code = "forbidden"
+    status = 403
+
+
+class RateLimitedError(OpenTinkerError):
+    """Too many attempts; the hint says when to try again."""
+
+    code = "rate_limited"
+    status = 429
+
+    def __init__(self, detail: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(detail, hint=hint)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild_limited, (self.detail, self.hint, self.retry_after_s))
+
+
+def _rebuild_limited(detail: str, hint: str, retry_after_s: float) -> RateLimitedError:
+    return RateLimitedError(detail, hint=hint, retry_after_s=retry_after_s)
+
+
 class NotFoundError(OpenTinkerError):
     """The named thing does not exist (or is not yours)."""
 
@@ -80,6 +105,13 @@ class UnknownModelError(ConfigError):
     code = "unknown_model"
 
 
+class TooLargeError(InvalidRequestError):
+    """A request or a part of it is larger than allowed."""
+
+    code = "too_large"
+    status = 413
+
+
 class ContextOverflowError(InvalidRequestError):
     """Prompt and answer do not fit into the model's context."""
 
@@ -90,6 +122,13 @@ class SequenceGapError(ConflictError):
     """A command's predecessor did not arrive in time."""
 
     code = "sequence_gap"
+
+
+class StorageError(OpenTinkerError):
+    """The scheduler's store cannot be written; nothing of the request was accepted."""
+
+    code = "storage"
+    status = 507
 
 
 class UnavailableError(OpenTinkerError):

@@ -16,7 +16,8 @@ from opentinker.scheduler.ray_launcher import NAMESPACE, RayLauncher
 from opentinker.scheduler.service import MAX_WAIT_S, SchedulerService
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
-from opentinker.scheduler.store import SqlStore
+from opentinker.scheduler.store import SqlStore, sqlite_url
+from opentinker.scheduler.users import Caller
 
 NAME = "scheduler"
 MAX_CALLS = 1000
@@ -37,13 +38,18 @@ class SchedulerActor(SchedulerService):
         state = StateDir(parsed.state_dir)
         state.create()
         secret = write_secret(state.server_secret, new_server_secret)
-        super().__init__(parsed, SqlStore.open_sqlite(state.database), RayLauncher(parsed), secret)
+        store = SqlStore.open(parsed.database_url or sqlite_url(state.database))
+        super().__init__(parsed, store, RayLauncher(parsed), secret)
         self.create_key()
         self.recover()
         self._loop = asyncio.get_running_loop().create_task(self.run())
 
     async def describe(self) -> dict[str, Any]:
         return {"pid": os.getpid()}
+
+    async def manage_users(self, method: str, *arguments: Any) -> Any:
+        """What `RemoteUsers` asks for."""
+        return await getattr(self.users, method)(*arguments)
 
 
 def create_scheduler(settings: Settings) -> Any:
@@ -68,9 +74,10 @@ class RemoteScheduler:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        self.users = RemoteUsers(handle)
 
-    async def authenticate(self, key: str) -> str:
-        return await _answer(self._handle.authenticate.remote(key))
+    async def authenticate(self, key: str, address: str = "") -> Caller:
+        return await _answer(self._handle.authenticate.remote(key, address))
 
     async def submit(
         self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: dict[str, str] | None
@@ -92,8 +99,8 @@ class RemoteScheduler:
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]:
         return await _answer(self._handle.complete.remote(owner, job_id))
 
-    async def cancel(self, owner: str, job_id: str) -> dict[str, Any]:
-        return await _answer(self._handle.cancel.remote(owner, job_id))
+    async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
+        return await _answer(self._handle.cancel.remote(owner, job_id, by))
 
     async def logs(self, owner: str, job_id: str, offset: int) -> dict[str, Any]:
         return await _answer(self._handle.logs.remote(owner, job_id, offset))
@@ -103,6 +110,45 @@ class RemoteScheduler:
 
     async def cluster(self) -> dict[str, Any]:
         return await _answer(self._handle.cluster.remote())
+
+
+class RemoteUsers:
+    """The `Users` of a scheduler, called through its actor's handle; raises as `RemoteScheduler` does."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def add(self, by: Caller, name: str, scopes: list[str], limits: dict[str, Any]) -> dict[str, Any]:
+        return await self._one("add", by, name, scopes, limits)
+
+    async def users(self) -> list[dict[str, Any]]:
+        return await self._many("users")
+
+    async def change(self, by: Caller, name: str, changes: dict[str, Any]) -> dict[str, Any]:
+        return await self._one("change", by, name, changes)
+
+    async def keys(self, name: str) -> list[dict[str, Any]]:
+        return await self._many("keys", name)
+
+    async def add_key(self, by: Caller, name: str, label: str, scopes: list[str] | None) -> dict[str, Any]:
+        return await self._one("add_key", by, name, label, scopes)
+
+    async def revoke_key(self, by: Caller, name: str, key_id: str) -> dict[str, Any]:
+        return await self._one("revoke_key", by, name, key_id)
+
+    async def rotate_key(self, by: Caller, name: str, key_id: str) -> dict[str, Any]:
+        return await self._one("rotate_key", by, name, key_id)
+
+    async def audit(self, limit: int) -> list[dict[str, Any]]:
+        return await self._many("audit", limit)
+
+    async def _one(self, method: str, *arguments: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = await _answer(self._handle.manage_users.remote(method, *arguments))
+        return answer
+
+    async def _many(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        answer: list[dict[str, Any]] = await _answer(self._handle.manage_users.remote(method, *arguments))
+        return answer
 
 
 async def _answer(reference: Awaitable[T]) -> T:

@@ -1,6 +1,7 @@
 """The scheduler's HTTP API: routes, keys and problem documents; everything else is the service's."""
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Annotated, Any, Protocol
 
@@ -10,20 +11,28 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from opentinker.errors import InvalidRequestError, NotFoundError, OpenTinkerError
+from opentinker.errors import InvalidRequestError, NotFoundError, OpenTinkerError, RateLimitedError, TooLargeError
+from opentinker.scheduler import records
 from opentinker.scheduler.auth import unauthenticated
 from opentinker.scheduler.uploads import MAX_ZIP_BYTES
+from opentinker.scheduler.user_api import Users, add_user_routes, caller_of
+from opentinker.scheduler.users import EVERYONE, Caller
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 2 * MAX_ZIP_BYTES
 """Room for the largest code, in base64, and a config."""
+SMALL_BODY_BYTES = 64 * 2**10
+"""Enough for the routes of users and keys."""
 OPEN_PATHS = frozenset({"/health"})
 
 
 class Scheduler(Protocol):
     """What the routes need: a `SchedulerService`, here or behind a Ray handle."""
 
-    async def authenticate(self, key: str) -> str: ...
+    @property
+    def users(self) -> Users: ...
+
+    async def authenticate(self, key: str, address: str = "") -> Caller: ...
     async def submit(
         self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: dict[str, str] | None
     ) -> dict[str, Any]: ...
@@ -32,7 +41,7 @@ class Scheduler(Protocol):
     async def events(self, owner: str, job_id: str) -> list[dict[str, Any]]: ...
     async def heartbeat(self, owner: str, job_id: str) -> dict[str, Any]: ...
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]: ...
-    async def cancel(self, owner: str, job_id: str) -> dict[str, Any]: ...
+    async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]: ...
     async def logs(self, owner: str, job_id: str, offset: int) -> dict[str, Any]: ...
     async def metrics(self, owner: str, job_id: str, after: int) -> dict[str, Any]: ...
     async def cluster(self) -> dict[str, Any]: ...
@@ -57,6 +66,15 @@ class Submission(_Body):
 def create_app(scheduler: Scheduler) -> FastAPI:
     """The API over a scheduler."""
     app = FastAPI(title="OpenTinker scheduler", docs_url=None, redoc_url=None)
+    add_user_routes(app, scheduler)
+
+    async def changing(request: Request, job_id: str) -> str:
+        """The owner to change a job as. Another user's job does not exist, whatever the key's scopes are."""
+        caller = caller_of(request)
+        if not caller.may(records.Scope.SUBMIT):
+            await scheduler.job(_owner(request), job_id, None, 0.0)
+        caller.need(records.Scope.SUBMIT)
+        return _owner(request)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -65,17 +83,19 @@ def create_app(scheduler: Scheduler) -> FastAPI:
     @app.post("/v1/jobs", status_code=201)
     async def submit(request: Request, body: Submission) -> dict[str, Any]:
         code = body.code.model_dump() if body.code else None
-        return await scheduler.submit(_owner(request), body.config, body.idempotency_key, code)
+        caller = caller_of(request)
+        caller.need(records.Scope.SUBMIT)
+        return await scheduler.submit(caller.name, body.config, body.idempotency_key, code)
 
     @app.get("/v1/jobs")
-    async def jobs(request: Request) -> dict[str, Any]:
-        return {"jobs": await scheduler.jobs(_owner(request))}
+    async def jobs(request: Request, owner: str | None = None) -> dict[str, Any]:
+        return {"jobs": await scheduler.jobs(_listed(request, owner))}
 
     @app.get("/v1/jobs/{job_id}")
     async def job(
         request: Request, job_id: str, state: str | None = None, wait_s: Annotated[float, Query(ge=0.0)] = 0.0
     ) -> dict[str, Any]:
-        return await scheduler.job(_owner(request), job_id, state, wait_s)
+        return _shown(request, await scheduler.job(_owner(request), job_id, state, wait_s))
 
     @app.get("/v1/jobs/{job_id}/events")
     async def events(request: Request, job_id: str) -> dict[str, Any]:
@@ -83,15 +103,15 @@ def create_app(scheduler: Scheduler) -> FastAPI:
 
     @app.post("/v1/jobs/{job_id}/heartbeat")
     async def heartbeat(request: Request, job_id: str) -> dict[str, Any]:
-        return await scheduler.heartbeat(_owner(request), job_id)
+        return _shown(request, await scheduler.heartbeat(await changing(request, job_id), job_id))
 
     @app.post("/v1/jobs/{job_id}/complete")
     async def complete(request: Request, job_id: str) -> dict[str, Any]:
-        return await scheduler.complete(_owner(request), job_id)
+        return _shown(request, await scheduler.complete(await changing(request, job_id), job_id))
 
     @app.post("/v1/jobs/{job_id}/cancel")
     async def cancel(request: Request, job_id: str) -> dict[str, Any]:
-        return await scheduler.cancel(_owner(request), job_id)
+        return _shown(request, await scheduler.cancel(await changing(request, job_id), job_id, caller_of(request)))
 
     @app.get("/v1/jobs/{job_id}/logs")
     async def logs(request: Request, job_id: str, offset: int = 0) -> dict[str, Any]:
@@ -114,8 +134,25 @@ def create_app(scheduler: Scheduler) -> FastAPI:
 
 
 def _owner(request: Request) -> str:
-    owner: str = request.state.owner
-    return owner
+    """Whose jobs the caller may name by id: an admin everybody's."""
+    caller = caller_of(request)
+    return EVERYONE if caller.is_admin else caller.name
+
+
+def _shown(request: Request, job: dict[str, Any]) -> dict[str, Any]:
+    """The job, with its policy's token only for its owner and a key that may do more than read: the token opens the policy."""
+    caller = caller_of(request)
+    if job["server"] is not None and not (job["owner"] == caller.name and caller.may(records.Scope.SUBMIT)):
+        job["server"].pop("token", None)
+    return job
+
+
+def _listed(request: Request, owner: str | None) -> str:
+    """Whose jobs to list: the caller's own, or for an admin those of `owner` ("*": all)."""
+    caller = caller_of(request)
+    if owner is not None and owner != caller.name:
+        caller.need(records.Scope.ADMIN)
+    return caller.name if owner is None else owner
 
 
 Scope = MutableMapping[str, Any]
@@ -133,11 +170,13 @@ class _Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                scope.setdefault("state", {})["owner"] = await self._scheduler.authenticate(_bearer(scope))
+                address = str(scope["client"][0]) if scope.get("client") else ""
+                scope.setdefault("state", {})["caller"] = await self._scheduler.authenticate(_bearer(scope), address)
             except OpenTinkerError as error:
                 await problem(error)(scope, receive, send)
                 return
-        await self._app(scope, _limited(receive), send)
+        limit = SMALL_BODY_BYTES if scope.get("path", "").startswith("/v1/users") else MAX_BODY_BYTES
+        await self._app(scope, _limited(receive, limit), send)
 
 
 def _bearer(scope: Scope) -> str:
@@ -149,15 +188,15 @@ def _bearer(scope: Scope) -> str:
     raise unauthenticated()
 
 
-def _limited(receive: Receive) -> Receive:
+def _limited(receive: Receive, limit: int) -> Receive:
     received = 0
 
     async def counted() -> MutableMapping[str, Any]:
         nonlocal received
         message = await receive()
         received += len(message.get("body", b""))
-        if received > MAX_BODY_BYTES:
-            raise InvalidRequestError(f"the request is larger than {MAX_BODY_BYTES >> 20} MiB")
+        if received > limit:
+            raise TooLargeError(f"the request is larger than {limit >> 10} KiB")
         return message
 
     return counted
@@ -168,7 +207,9 @@ def problem(error: OpenTinkerError, status: int | None = None) -> JSONResponse:
     document = error.to_problem()
     if status is not None:
         document["status"] = status
-    headers = {"WWW-Authenticate": "Bearer"} if document["status"] == 401 else None
+    headers = {"WWW-Authenticate": "Bearer"} if document["status"] == 401 else {}
+    if isinstance(error, RateLimitedError):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     return JSONResponse(document, document["status"], headers, media_type="application/problem+json")
 
 
@@ -187,6 +228,8 @@ async def _invalid(_: Request, error: Exception) -> JSONResponse:
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, OpenTinkerError):  # raised while the body was read, which FastAPI calls its own error
+        return problem(error.__cause__)
     if error.status_code == 404:
         return problem(NotFoundError(f"no route {request.url.path}"))
     return problem(InvalidRequestError(str(error.detail)), error.status_code)

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from opentinker.errors import AuthenticationError
 from opentinker.scheduler.records import ApiKey
@@ -38,20 +38,18 @@ def policy_token(secret: str, policy_id: str) -> str:
     return "otp-" + base64.urlsafe_b64encode(_mac(secret, "policy-token", policy_id)).decode().rstrip("=")
 
 
-def owner_of(secret: str, presented: str, keys: Iterable[ApiKey]) -> str:
-    """The owner of a presented key, in time that does not depend on which key matches or how far.
+def find_key(secret: str, presented: str, by_digest: Callable[[str], ApiKey | None]) -> ApiKey:
+    """The stored key that was presented. The look-up is by the digest, which nobody can choose without the server's secret, so
+    its timing tells nothing; the comparison takes the same time however much matches.
 
     Raises:
-        AuthenticationError: no key matches. The message is the same whatever was presented.
+        AuthenticationError: there is none, or it is revoked. The message is the same whatever was presented.
     """
     digest = key_digest(secret, presented)
-    owner = None
-    for key in keys:
-        if hmac.compare_digest(digest, key.digest):
-            owner = key.owner
-    if owner is None:
+    key = by_digest(digest)
+    if key is None or not hmac.compare_digest(digest, key.digest) or key.revoked_at is not None:
         raise unauthenticated()
-    return owner
+    return key
 
 
 def unauthenticated() -> AuthenticationError:

@@ -28,6 +28,7 @@ from opentinker.scheduler.ray_launcher import CPU_SLOT, NAMESPACE
 from opentinker.scheduler.service import SHUTDOWN_S
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
+from opentinker.scheduler.store import SqlStore, sqlite_url
 
 OBJECT_STORE_BYTES = 200 * 2**20
 """Only uploads of user code and messages between actors pass through it."""
@@ -74,7 +75,7 @@ class EmbeddedCluster:
         fields of `Settings`.
 
         Raises:
-            ConfigError: the port is in use, a folder cannot be made, or a setting is wrong.
+            ConfigError: the port is in use, a folder cannot be made, a setting is wrong, or the database is a newer version's.
             ConflictError: a cluster already runs with this state folder, or this process already uses Ray.
             UnavailableError: Ray or the scheduler did not start.
         """
@@ -89,6 +90,8 @@ class EmbeddedCluster:
             ray_dir: str | None = None
             if ray_address is None:
                 _clean_up_after(state.record())
+                # The scheduler opens it again; what is wrong with it is told better, and sooner, from here.
+                SqlStore.open(parsed.database_url or sqlite_url(state.database)).close()
                 ray_dir = stack.enter_context(_local_ray(cpu_slots, gpus))
             else:
                 stack.enter_context(_existing_ray(ray_address))
@@ -232,6 +235,7 @@ def _serve(scheduler: RemoteScheduler, listener: socket.socket) -> Iterator[None
         access_log=False,
         lifespan="off",
         ws="none",
+        forwarded_allow_ips=["127.0.0.1", "::1"],  # a proxy on this machine; whatever $FORWARDED_ALLOW_IPS says
         timeout_graceful_shutdown=HTTP_STOP_S,
     )
     server = uvicorn.Server(config)

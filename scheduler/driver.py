@@ -9,6 +9,7 @@ from typing import Any
 
 from opentinker.errors import OpenTinkerError
 from opentinker.scheduler.imports import load
+from opentinker.scheduler.processes import forget_secrets
 
 LOG_NAME = "driver.log"
 
@@ -21,6 +22,7 @@ class DriverProcess:
 
     def __init__(self, job_id: str, run_dir: str) -> None:
         self._outcome: dict[str, str] | None = None
+        forget_secrets()
         log = os.open(Path(run_dir) / LOG_NAME, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()

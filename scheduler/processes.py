@@ -1,11 +1,22 @@
 """The operating system's view of a job: its processes carry the job's id in their environment."""
 
+import os
 import time
 
 import psutil
 
 JOB_VARIABLE = "OPENTINKER_JOB"
 POLL_S = 0.05
+WITHHELD = ("OPENTINKER_API_KEY", "PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE")
+"""Secrets of whoever started the cluster, which are none of a job's business."""
+RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""A process of Ray needs these to start, but not after."""
+
+
+def forget_secrets() -> None:
+    """Take secrets out of this process's environment, before code of a user runs in it or in its children."""
+    for name in (*WITHHELD, *RAY_TOKEN):
+        os.environ.pop(name, None)
 
 
 def processes_of(job_id: str) -> list[psutil.Process]:

@@ -10,6 +10,7 @@ from opentinker.scheduler.fairshare import UsageLedger, cost_of
 from opentinker.scheduler.placement import Demand
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import Policy
+from opentinker.scheduler.quotas import policy_of
 from opentinker.scheduler.records import Job, LiveJob
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.states import JobState
@@ -25,14 +26,8 @@ class QueueView:
     """Job views and usage over a store. The reconciler tells it what starts and what ends; the rest it reads."""
 
     def __init__(self, store: JobStore, settings: Settings, now: float) -> None:
-        self.policy = Policy(
-            settings.shares,
-            settings.quota,
-            settings.quotas,
-            half_life_s=settings.usage_half_life_s,
-            patience_s=settings.patience_s,
-        )
         self._store = store
+        self._settings = settings
         self._views: dict[str, JobView] = {}
         self._ledger = UsageLedger(settings.usage_half_life_s)
         for use in store.past_use(now - _FORGOTTEN_HALF_LIVES * settings.usage_half_life_s):
@@ -46,6 +41,10 @@ class QueueView:
         views = [self._view(row, schedulings) for row in rows]
         self._views = {view.id: view for view in views}
         return views
+
+    def policy(self) -> Policy:
+        """How the cluster is shared now."""
+        return policy_of(self._settings, self._store.users())
 
     def usage(self, now: float) -> dict[str, float]:
         """Decayed usage by owner of jobs that have ended."""

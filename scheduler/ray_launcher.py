@@ -19,7 +19,7 @@ from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
 from opentinker.scheduler.placement import Demand, Node, threads_for
 from opentinker.scheduler.plan import DriverOutcome
-from opentinker.scheduler.processes import JOB_VARIABLE, reap
+from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD, reap
 from opentinker.scheduler.settings import Settings
 
 NAMESPACE = "opentinker"
@@ -230,7 +230,8 @@ class RayLauncher:
                     num_cpus=0,
                     max_restarts=0,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
-                    runtime_env={"env_vars": {JOB_VARIABLE: spec.job_id}},
+                    # Empty from the very start: the environment that a process was born with stays readable in /proc.
+                    runtime_env={"env_vars": {JOB_VARIABLE: spec.job_id, **dict.fromkeys(WITHHELD, "")}},
                 )
                 .remote(spec.job_id, spec.run_dir)
             )

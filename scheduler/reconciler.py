@@ -13,7 +13,7 @@ from opentinker.config.job import InteractiveJobConfig, parse_job
 from opentinker.errors import OpenTinkerError
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
 from opentinker.scheduler.placement import Allocation, Demand, server_config
-from opentinker.scheduler.plan import Decision, DriverOutcome, End, Run, ServerView, Snapshot, Start, Stop, Wait, plan
+from opentinker.scheduler.plan import Decision, DriverOutcome, End, JobView, Run, ServerView, Snapshot, Start, Stop, Wait, plan
 from opentinker.scheduler.queue_view import QueueView
 from opentinker.scheduler.records import Event, Job, Policy, Server
 from opentinker.scheduler.settings import Settings
@@ -36,6 +36,7 @@ class Reconciler:
         settings: Settings,
         token_of: Callable[[str], str],
         now: Callable[[], float],
+        steady: Callable[[], float],
     ) -> None:
         self._store = store
         self._launcher = launcher
@@ -43,6 +44,8 @@ class Reconciler:
         self._token_of = token_of
         self._now = now
         self._queue = QueueView(store, settings, now())
+        self._steady = steady
+        self._leases: dict[str, float] = {}
         self._faults: dict[str, str] = {}
         self._outcomes: dict[str, DriverOutcome] = {}
         self._waits: dict[str, str] = {}
@@ -57,8 +60,6 @@ class Reconciler:
         The outage does not count against leases, for nobody could renew them.
         """
         for job in self._store.live_jobs():
-            if job.lease_expires_at is not None:
-                job = replace(job, lease_expires_at=self._now() + self._settings.lease_s)
             self._record(job, RESTARTED)
 
     async def run(self) -> None:
@@ -75,7 +76,10 @@ class Reconciler:
     async def tick(self) -> None:
         """One look at the cluster, and what follows from it."""
         nodes = await self._launcher.nodes()
-        jobs = self._queue.jobs()
+        jobs = [
+            replace(job, lease_expires_at=self._lease_expires_at(job)) if job.lease_expires_at is not None else job
+            for job in self._queue.jobs()
+        ]
         servers = [
             ServerView(
                 server.id,
@@ -89,10 +93,20 @@ class Reconciler:
         self._waits.clear()
         now = self._now()
         usage = self._queue.usage(now)
-        snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy, usage)
+        snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy(), usage)
         for decision in plan(snapshot):
             self._obey(decision)
         self._attend()
+
+    def renew_lease(self, job_id: str) -> None:
+        """The job's client was heard of. Leases run by a clock that nobody sets, and start anew when the scheduler does: the
+        store's `lease_expires_at` only says that there is one."""
+        self._leases[job_id] = self._steady() + self._settings.lease_s
+
+    def _lease_expires_at(self, job: JobView) -> float:
+        """In Unix time as it is now, however it was set meanwhile."""
+        now = self._steady()
+        return self._now() + self._leases.setdefault(job.id, now + self._settings.lease_s) - now
 
     def wake(self) -> None:
         """Something changed: look now."""
@@ -111,6 +125,7 @@ class Reconciler:
         ended = replace(job, state=move_job(job.state, state), cause=cause, ended_at=self._now())
         self._record(ended, state.lower(), cause)
         self._queue.ended(job, self._now())
+        self._leases.pop(job.id, None)
         return ended
 
     def waiting_for(self, job: Job) -> str:

@@ -1,6 +1,7 @@
 """What the scheduler remembers. A policy binds a job to a server, so the three are kept apart."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from opentinker.scheduler.states import JobState, ServerState
@@ -66,13 +67,45 @@ class Event:
     detail: str = ""
 
 
+class Scope(StrEnum):
+    """What a key may do. `submit` and `admin` may read, too."""
+
+    READ = "read"
+    """See its user's own jobs."""
+    SUBMIT = "submit"
+    """Submit jobs, and renew, complete and cancel them."""
+    ADMIN = "admin"
+    """All of that for everybody's jobs, and manage users and keys."""
+
+
+@dataclass(frozen=True)
+class User:
+    name: str
+    scopes: frozenset[Scope]
+    """The most that a key of this user may do."""
+    share: float = 1.0
+    """Weight in fair sharing of the cluster."""
+    max_gpus: float | None = None
+    max_jobs: int | None = None
+    """Held at once; None: no limit of this user's own."""
+    disabled: bool = False
+    """None of the user's keys is valid."""
+    created_at: float = 0.0
+
+
 @dataclass(frozen=True)
 class ApiKey:
-    """`digest` is `auth.key_digest` of the key."""
+    """`digest` is `auth.key_digest` of the key, which itself is kept nowhere."""
 
-    name: str
+    id: str
     owner: str
-    digest: str
+    name: str
+    scopes: frozenset[Scope]
+    digest: str = field(repr=False)
+    created_at: float = 0.0
+    last_used_at: float | None = None
+    """To the minute."""
+    revoked_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,4 +132,17 @@ class PastUse:
     end: float
 
 
-Record = Job | Server | Policy | Event | ApiKey
+@dataclass(frozen=True)
+class AuditEvent:
+    """Who did what to whom, from where, and how it went; never changed."""
+
+    at: float
+    actor: str
+    """A user's name; empty for somebody without a valid key."""
+    action: str
+    target: str = ""
+    address: str = ""
+    outcome: str = "ok"
+
+
+Record = Job | Server | Policy | Event | User | ApiKey | AuditEvent

@@ -1,31 +1,33 @@
 """What users can ask of the scheduler. Every question about a job checks that it is theirs."""
 
 import asyncio
+import json
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opentinker.config.job import InteractiveJobConfig, parse_job
-from opentinker.errors import ConfigError, ConflictError, NotFoundError
-from opentinker.scheduler.auth import key_digest, new_api_key, owner_of, policy_token
+from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError, TooLargeError
+from opentinker.scheduler.auth import new_api_key, policy_token
 from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
-from opentinker.scheduler.quotas import check_quota
+from opentinker.scheduler.quotas import check_quota, policy_of
 from opentinker.scheduler.reconciler import Reconciler
-from opentinker.scheduler.records import ApiKey, Event, Job, Policy, Server
+from opentinker.scheduler.records import Event, Job, Policy, Server
 from opentinker.scheduler.run_files import parse_rows, read_lines
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.states import JobState
 from opentinker.scheduler.store import JobStore
 from opentinker.scheduler.uploads import decode_zip, unpack
+from opentinker.scheduler.users import EVERYONE, Caller, UserDirectory
 
-OWNER = "admin"
+MAX_CONFIG_BYTES = 256 * 2**10
 MAX_WAIT_S = 60.0
 RELEASE_WAIT_S = 15.0
 """How long `cancel` and `complete` wait for the job's processes to be gone before they answer."""
@@ -36,8 +38,15 @@ class SchedulerService:
     """All methods run on one event loop; between two awaits, what was read from the store holds."""
 
     def __init__(
-        self, settings: Settings, store: JobStore, launcher: Launcher, secret: str, now: Callable[[], float] = time.time
+        self,
+        settings: Settings,
+        store: JobStore,
+        launcher: Launcher,
+        secret: str,
+        now: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`now` is Unix time, for records; `steady` is a clock that nobody sets, for leases and limits."""
         self._settings = settings
         self._store = store
         self._launcher = launcher
@@ -45,12 +54,12 @@ class SchedulerService:
         self._now = now
         self._submitting = asyncio.Lock()
         self._closing = False
-        self._reconciler = Reconciler(store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now)
+        self._reconciler = Reconciler(store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady)
+        self.users = UserDirectory(store, secret, now, steady)
 
     def create_key(self) -> None:
         """Make sure that the key in the state folder's file is valid, whichever of file and store is new."""
-        key = write_secret(StateDir(self._settings.state_dir).api_key, new_api_key)
-        self._store.save(ApiKey("embedded", OWNER, key_digest(self._secret, key)))
+        self.users.ensure_admin(write_secret(StateDir(self._settings.state_dir).api_key, new_api_key))
 
     def recover(self) -> None:
         """Take over the store of an earlier life, before `run`."""
@@ -64,13 +73,9 @@ class SchedulerService:
             await self._reconciler.close()
             self._store.close()
 
-    async def authenticate(self, key: str) -> str:
-        """The key's owner.
-
-        Raises:
-            AuthenticationError: not a valid key.
-        """
-        return owner_of(self._secret, key, self._store.api_keys())
+    async def authenticate(self, key: str, address: str = "") -> Caller:
+        """Who presents this key; see `UserDirectory.authenticate`."""
+        return self.users.authenticate(key, address)
 
     async def submit(
         self, owner: str, config: dict[str, Any], idempotency_key: str | None = None, code: dict[str, str] | None = None
@@ -79,12 +84,15 @@ class SchedulerService:
 
         Raises:
             ConfigError: the config is wrong, or the job could never run here.
+            TooLargeError: the config is larger than `MAX_CONFIG_BYTES`.
+            StorageError: the store's disk is full; nothing was accepted.
             UnknownModelError: the cluster does not know the base model.
             InvalidRequestError: the code is damaged, too large or unsafe.
             ConflictError: the key was used for another config, or the cluster is being stopped.
         """
         # One at a time, so that a retry that overtakes its first attempt still finds it.
         async with self._submitting:
+            _check_size(config)
             parsed = parse_job(config)
             resolved = parsed.model_dump(mode="json")
             if idempotency_key is not None:
@@ -95,7 +103,8 @@ class SchedulerService:
                     return self._view(earlier)
             await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
             demand = demand_of(parsed.resources, await self._launcher.nodes())
-            check_quota(self._settings.quotas.get(owner, self._settings.quota), demand, parsed.scheduling.priority)
+            quota = policy_of(self._settings, self._store.users()).quota_of(owner)
+            check_quota(quota, demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.runs_dir / job_id
             await asyncio.to_thread(_prepare, run_dir, code)
@@ -117,14 +126,23 @@ class SchedulerService:
                 idempotency_key=idempotency_key,
                 code_sha256=code["sha256"] if code else None,
             )
-            self._store.save(job, Event(job_id, now, "submitted"))
+            try:
+                accepted = self._store.accept(job, Event(job_id, now, "submitted"))
+            except Exception:
+                await asyncio.to_thread(shutil.rmtree, run_dir, ignore_errors=True)
+                raise
+            if accepted.id != job_id:  # another scheduler's answer to the same request
+                await asyncio.to_thread(shutil.rmtree, run_dir, ignore_errors=True)
+                return self._view(accepted)
+            self._reconciler.renew_lease(job_id)
         self._reconciler.wake()
         return self._view(job)
 
     async def jobs(self, owner: str) -> list[dict[str, Any]]:
         """Newest first, without tokens."""
         hosts = self._hosts()
-        return [self._view(job, hosts, with_token=False) for job in self._store.jobs(owner)]
+        jobs = self._store.jobs(None if owner == EVERYONE else owner)
+        return [self._view(job, hosts, with_token=False) for job in jobs]
 
     async def job(self, owner: str, job_id: str, state: str | None = None, wait_s: float = 0.0) -> dict[str, Any]:
         """The job; with `state`, as soon as its state differs from it, at the latest after `wait_s` (at most 60).
@@ -148,8 +166,7 @@ class SchedulerService:
         if job.lease_expires_at is None:
             raise ConflictError(f"job {job_id} holds no lease: it runs on the cluster by itself")
         if not job.state.ended:
-            job = replace(job, lease_expires_at=self._now() + self._settings.lease_s)
-            self._store.save(job)
+            self._reconciler.renew_lease(job_id)
         return self._view(job)
 
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]:
@@ -163,10 +180,14 @@ class SchedulerService:
             raise ConflictError(f"job {job_id} completes by itself", hint="cancel it to end it early")
         return await self._end(owner, job, JobState.COMPLETED)
 
-    async def cancel(self, owner: str, job_id: str) -> dict[str, Any]:
-        """End a job in any state; one that has ended stays as it is."""
+    async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
+        """End a job in any state; one that has ended stays as it is. `by` is who does it, if not the owner."""
         job = self._owned(owner, job_id)
-        return await self._end(owner, job, job.state if job.state.ended else JobState.CANCELLED, "cancelled by its owner")
+        cause = "cancelled by its owner"
+        if by is not None and by.name != job.owner:
+            cause = f"cancelled by {by.name}"
+            self.users.note(by, "job.cancel", f"{job.owner}/{job_id}")
+        return await self._end(owner, job, job.state if job.state.ended else JobState.CANCELLED, cause)
 
     async def logs(self, owner: str, job_id: str, offset: int = 0) -> dict[str, Any]:
         """{"text", "offset", "finished"}: the driver's log from a byte offset on."""
@@ -215,7 +236,7 @@ class SchedulerService:
 
     def _owned(self, owner: str, job_id: str) -> Job:
         job = self._store.job(job_id)
-        if job is None or job.owner != owner:
+        if job is None or owner not in (job.owner, EVERYONE):
             raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
         return job
 
@@ -239,6 +260,7 @@ class SchedulerService:
                 server["token"] = policy_token(self._secret, host[1].id)
         return {
             "id": job.id,
+            "owner": job.owner,
             "name": job.name,
             "kind": job.kind,
             "state": job.state,
@@ -252,6 +274,18 @@ class SchedulerService:
             "run_dir": job.run_dir,
             "server": server,
         }
+
+
+def _check_size(config: dict[str, Any]) -> None:
+    try:
+        size = len(json.dumps(config, ensure_ascii=False).encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("the config holds a text that is not Unicode") from error
+    if size > MAX_CONFIG_BYTES:
+        raise TooLargeError(
+            f"the config has {size >> 10} KiB, more than {MAX_CONFIG_BYTES >> 10} KiB",
+            hint="data belongs into the environment's folder or a dataset, not into the config",
+        )
 
 
 def _server_view(server: Server, policy: Policy) -> dict[str, Any]:

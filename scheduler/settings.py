@@ -29,6 +29,9 @@ class Settings(Config):
 
     state_dir: Path
     """Database, server secret, API key; readable by its owner only."""
+    database_url: str | None = None
+    """`sqlite:///path`, or `postgresql://user@host/name` (a password goes into ~/.pgpass or `?passfile=`). Default: a SQLite
+    file in the state folder."""
     runs_dir: Path
     """Each job writes into its own folder here."""
     lease_s: Seconds = 30.0

@@ -3,32 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
-from sqlalchemy import (
-    JSON,
-    Column,
-    Engine,
-    Enum,
-    Float,
-    ForeignKey,
-    Integer,
-    MetaData,
-    Select,
-    String,
-    Table,
-    Text,
-    UniqueConstraint,
-    create_engine,
-    event,
-    func,
-    select,
-)
+from sqlalchemy import URL, Connection, Engine, Select, func, select
+from sqlalchemy.dialects import postgresql, sqlite
 
-from opentinker.scheduler.records import ApiKey, Event, Job, LiveJob, PastUse, Policy, Record, Server
+from opentinker.scheduler.database import WriterLock, connect, migrate, translated, writing
+from opentinker.scheduler.records import ApiKey, AuditEvent, Event, Job, LiveJob, PastUse, Policy, Record, Server, User
+from opentinker.scheduler.schema import KEYS, TABLES
+from opentinker.scheduler.schema import api_keys as _api_keys
+from opentinker.scheduler.schema import audit as _audit
+from opentinker.scheduler.schema import events as _events
+from opentinker.scheduler.schema import jobs as _jobs
+from opentinker.scheduler.schema import policies as _policies
+from opentinker.scheduler.schema import servers as _servers
+from opentinker.scheduler.schema import users as _users
 from opentinker.scheduler.states import JobState, ServerState
 
-R = TypeVar("R", Job, Server, Policy, Event, ApiKey)
+R = TypeVar("R", Job, Server, Policy, Event, User, ApiKey, AuditEvent)
 ENDED = tuple(state for state in JobState if state.ended)
 
 
@@ -36,15 +28,22 @@ class JobStore(Protocol):
     """One writer: the scheduler. Calls are short (a local database), so its event loop makes them directly."""
 
     def save(self, *records: Record) -> None:
-        """Insert or replace the records in one transaction; events are only ever added."""
+        """Insert or replace the records in one transaction; events are only ever added.
+
+        Raises (every method): StorageError, UnavailableError, InvalidRequestError; see `database.translated`.
+        """
+        ...
+
+    def accept(self, job: Job, *records: Record) -> Job:
+        """Insert a new job with its records, or return the one that its owner's idempotency key already stands for."""
         ...
 
     def job(self, job_id: str) -> Job | None: ...
 
     def job_by_key(self, owner: str, idempotency_key: str) -> Job | None: ...
 
-    def jobs(self, owner: str) -> list[Job]:
-        """Newest first."""
+    def jobs(self, owner: str | None) -> list[Job]:
+        """Newest first; None means everybody's."""
         ...
 
     def live_jobs(self) -> list[Job]:
@@ -79,108 +78,78 @@ class JobStore(Protocol):
         """Oldest first."""
         ...
 
-    def api_keys(self) -> list[ApiKey]: ...
+    def user(self, name: str) -> User | None: ...
+
+    def users(self) -> list[User]:
+        """By name."""
+        ...
+
+    def api_key(self, key_id: str) -> ApiKey | None: ...
+
+    def api_key_by_digest(self, digest: str) -> ApiKey | None: ...
+
+    def api_keys(self, owner: str) -> list[ApiKey]:
+        """Oldest first, revoked ones too."""
+        ...
+
+    def audit(self, limit: int) -> list[AuditEvent]:
+        """Newest first."""
+        ...
 
     def close(self) -> None: ...
-
-
-_meta = MetaData()
-# `row` keeps the order of insertion: of submissions among jobs, of happenings among events.
-_jobs = Table(
-    "jobs",
-    _meta,
-    Column("row", Integer, primary_key=True),
-    Column("id", String(64), unique=True, nullable=False),
-    Column("owner", String(200), nullable=False, index=True),
-    Column("name", String(200), nullable=False),
-    Column("kind", String(32), nullable=False),
-    Column("state", Enum(JobState, native_enum=False, length=16), nullable=False, index=True),
-    Column("config", JSON, nullable=False),
-    Column("run_dir", Text, nullable=False),
-    Column("gpus", Float, nullable=False),
-    Column("cpu_slots", Integer, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("started_at", Float),
-    Column("ended_at", Float),
-    Column("cause", Text, nullable=False),
-    Column("lease_expires_at", Float),
-    Column("idempotency_key", String(200)),
-    Column("code_sha256", String(64)),
-    UniqueConstraint("owner", "idempotency_key"),
-)
-_servers = Table(
-    "servers",
-    _meta,
-    Column("id", String(64), primary_key=True),
-    Column("state", Enum(ServerState, native_enum=False, length=16), nullable=False, index=True),
-    Column("base_model", Text, nullable=False),
-    Column("node_id", String(128), nullable=False),
-    Column("gpus", Float, nullable=False),
-    Column("cpu_slots", Integer, nullable=False),
-    Column("endpoint", Text, nullable=False),
-    Column("worker_pid", Integer),
-    Column("front_pid", Integer),
-)
-_policies = Table(
-    "policies",
-    _meta,
-    Column("id", String(64), primary_key=True),
-    Column("job_id", ForeignKey("jobs.id"), nullable=False, index=True),
-    Column("server_id", ForeignKey("servers.id"), nullable=False, index=True),
-)
-_events = Table(
-    "events",
-    _meta,
-    Column("row", Integer, primary_key=True),
-    Column("job_id", ForeignKey("jobs.id"), nullable=False, index=True),
-    Column("at", Float, nullable=False),
-    Column("kind", String(64), nullable=False),
-    Column("detail", Text, nullable=False),
-)
-_api_keys = Table(
-    "api_keys",
-    _meta,
-    Column("name", String(200), primary_key=True),
-    Column("owner", String(200), nullable=False),
-    Column("digest", String(64), nullable=False),
-)
-_TABLES: dict[type[Any], Table] = {Job: _jobs, Server: _servers, Policy: _policies, Event: _events, ApiKey: _api_keys}
-_KEYS: dict[type[Any], str] = {Job: "id", Server: "id", Policy: "id", ApiKey: "name"}
 
 
 class SqlStore:
     """A `JobStore` on SQLAlchemy."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, lock: WriterLock) -> None:
+        """`open` makes one."""
         self._engine = engine
-        _meta.create_all(engine)
+        self._lock = lock
 
     @classmethod
-    def open_sqlite(cls, path: Path) -> "SqlStore":
-        engine = create_engine(f"sqlite:///{path}")
+    def open(cls, url: str) -> Self:
+        """The store in the database at `sqlite:///path` or `postgresql://user@host/name`, its schema brought up to date.
 
-        @event.listens_for(engine, "connect")
-        def _pragmas(connection: Any, _record: Any) -> None:
-            cursor = connection.cursor()
-            # Write-ahead log: readers never wait. Every commit is synced: an accepted job survives a power cut.
-            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000"):
-                cursor.execute(f"PRAGMA {pragma}")
-            cursor.close()
+        Raises:
+            ConfigError: another database, a password in the URL, or a schema that this version does not know.
+            ConflictError: another scheduler uses the database.
+            StorageError, UnavailableError: it cannot be written or reached.
+        """
+        engine = connect(url)
+        try:
+            lock = WriterLock(engine)
+            try:
+                migrate(engine)
+            except BaseException:
+                lock.release()
+                raise
+        except BaseException:
+            engine.dispose()
+            raise
+        return cls(engine, lock)
 
-        return cls(engine)
+    @classmethod
+    def open_sqlite(cls, path: Path) -> Self:
+        return cls.open(sqlite_url(path))
 
     def save(self, *records: Record) -> None:
-        with self._engine.begin() as connection:
+        with writing(self._engine) as connection:
             for record in records:
-                kind = type(record)
-                table = _TABLES[kind]
-                values = {field.name: getattr(record, field.name) for field in fields(record)}
-                if kind in _KEYS:
-                    key = _KEYS[kind]
-                    done = connection.execute(table.update().where(table.c[key] == values[key]).values(values))
-                    if done.rowcount:
-                        continue
-                connection.execute(table.insert().values(values))
+                _write(connection, record)
+
+    def accept(self, job: Job, *records: Record) -> Job:
+        with writing(self._engine) as connection:
+            insert = _insert(connection)(_jobs).values(_values(job))
+            insert = insert.on_conflict_do_nothing(index_elements=["owner", "idempotency_key"])
+            if connection.execute(insert.returning(_jobs.c.id)).first() is not None:
+                for record in records:
+                    _write(connection, record)
+                return job
+        assert job.idempotency_key is not None
+        earlier = self.job_by_key(job.owner, job.idempotency_key)
+        assert earlier is not None
+        return earlier
 
     def job(self, job_id: str) -> Job | None:
         return self._first(Job, select(_jobs).where(_jobs.c.id == job_id))
@@ -188,8 +157,9 @@ class SqlStore:
     def job_by_key(self, owner: str, idempotency_key: str) -> Job | None:
         return self._first(Job, select(_jobs).where(_jobs.c.owner == owner, _jobs.c.idempotency_key == idempotency_key))
 
-    def jobs(self, owner: str) -> list[Job]:
-        return self._all(Job, select(_jobs).where(_jobs.c.owner == owner).order_by(_jobs.c.row.desc()))
+    def jobs(self, owner: str | None) -> list[Job]:
+        query = select(_jobs).order_by(_jobs.c.row.desc())
+        return self._all(Job, query if owner is None else query.where(_jobs.c.owner == owner))
 
     def live_jobs(self) -> list[Job]:
         return self._all(Job, select(_jobs).where(_jobs.c.state.not_in(ENDED)).order_by(_jobs.c.row))
@@ -237,17 +207,60 @@ class SqlStore:
     def events(self, job_id: str) -> list[Event]:
         return self._all(Event, select(_events).where(_events.c.job_id == job_id).order_by(_events.c.row))
 
-    def api_keys(self) -> list[ApiKey]:
-        return self._all(ApiKey, select(_api_keys))
+    def user(self, name: str) -> User | None:
+        return self._first(User, select(_users).where(_users.c.name == name))
+
+    def users(self) -> list[User]:
+        return self._all(User, select(_users).order_by(_users.c.name))
+
+    def api_key(self, key_id: str) -> ApiKey | None:
+        return self._first(ApiKey, select(_api_keys).where(_api_keys.c.id == key_id))
+
+    def api_key_by_digest(self, digest: str) -> ApiKey | None:
+        return self._first(ApiKey, select(_api_keys).where(_api_keys.c.digest == digest))
+
+    def api_keys(self, owner: str) -> list[ApiKey]:
+        query = select(_api_keys).where(_api_keys.c.owner == owner)
+        return self._all(ApiKey, query.order_by(_api_keys.c.created_at, _api_keys.c.id))
+
+    def audit(self, limit: int) -> list[AuditEvent]:
+        return self._all(AuditEvent, select(_audit).order_by(_audit.c.row.desc()).limit(limit))
 
     def close(self) -> None:
+        self._lock.release()
         self._engine.dispose()
 
     def _all(self, kind: type[R], query: Select[Any]) -> list[R]:
         names = [field.name for field in fields(kind)]
-        with self._engine.connect() as connection:
+        with translated(), self._engine.connect() as connection:
             rows: Sequence[Any] = connection.execute(query).mappings().all()
         return [kind(**{name: row[name] for name in names}) for row in rows]
 
     def _first(self, kind: type[R], query: Select[Any]) -> R | None:
         return next(iter(self._all(kind, query.limit(1))), None)
+
+
+def sqlite_url(path: Path) -> str:
+    """The URL of a database file."""
+    return URL.create("sqlite", database=str(path)).render_as_string()
+
+
+def _values(record: Record) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def _insert(connection: Connection) -> Any:
+    """The dialect's own insert, which knows conflicts."""
+    return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+
+
+def _write(connection: Connection, record: Record) -> None:
+    table, values = TABLES[type(record)], _values(record)
+    key = KEYS.get(type(record))
+    if key is None:
+        connection.execute(table.insert().values(values))
+        return
+    # Nearly always it is there already. If not, somebody else may insert it between these two statements.
+    if not connection.execute(table.update().where(table.c[key] == values[key]).values(values)).rowcount:
+        insert = _insert(connection)(table).values(values)
+        connection.execute(insert.on_conflict_do_update(index_elements=[key], set_=values))

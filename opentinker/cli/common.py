@@ -1,6 +1,8 @@
 """What the commands share: options, the connection to a cluster, and how errors look."""
 
+import getpass
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +17,20 @@ from opentinker.client.local import API_KEY_VARIABLE, STATE_DIR, find_cluster
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.config.base import apply_overrides, parse_config, read_yaml
 from opentinker.config.job import RLJobConfig
-from opentinker.errors import OpenTinkerError
+from opentinker.errors import ConfigError, OpenTinkerError
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 UrlOption = Annotated[str | None, typer.Option("--url", help="The cluster's address. Default: the cluster on this machine.")]
 KeyOption = Annotated[
-    str | None, typer.Option("--key", help=f"API key. Default: ${API_KEY_VARIABLE}, or the key of the cluster on this machine.")
+    Path | None,
+    typer.Option(
+        "--key-file",
+        help="A file with your API key; '-' asks for it, or reads it from standard input. "
+        f"Default: the key of the cluster on this machine, else ${API_KEY_VARIABLE}.",
+        allow_dash=True,
+    ),
 ]
 StateDirOption = Annotated[Path, typer.Option("--state-dir", help="Where the cluster on this machine keeps its state.")]
 DEFAULT_STATE_DIR = STATE_DIR
@@ -41,15 +49,39 @@ def print_error(error: OpenTinkerError) -> None:
         err.print(Text(f"hint: {error.hint}", "yellow"), soft_wrap=True)
 
 
+def read_key(file: Path | None) -> str | None:
+    """The API key in a file, or on standard input for "-". It is never an argument: those are visible to every user of a
+    machine, and shells remember them.
+
+    Raises:
+        ConfigError: it cannot be read, or nothing is in it.
+    """
+    if file is None:
+        return None
+    if str(file) == "-":
+        key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    else:
+        try:
+            key = file.expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            # A name that is no file may be the key itself, so it is not repeated.
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(f"cannot read the key file: {why}", hint="--key-file takes a file's name, not the key") from None
+    if not key.strip():
+        raise ConfigError("the key file is empty")
+    return key.strip()
+
+
 @contextmanager
-def connected(url: str | None, key: str | None, state_dir: Path) -> Iterator[SchedulerClient]:
+def connected(url: str | None, key: Path | None, state_dir: Path) -> Iterator[SchedulerClient]:
     """A scheduler client for what the options say.
 
     Raises:
         UnavailableError: no cluster is named and none runs here.
         AuthenticationError: no key.
+        ConfigError: the key file cannot be read.
     """
-    client = SchedulerClient(*find_cluster(url, key, state_dir))
+    client = SchedulerClient(*find_cluster(url, read_key(key), state_dir))
     try:
         yield client
     finally:

@@ -15,6 +15,7 @@ from opentinker.cli.common import (
     UrlOption,
     err,
     out,
+    read_key,
     read_rl_config,
     signals_as_interrupt,
 )
@@ -42,7 +43,7 @@ def train(
         job = relative_to_code(job, file)
     code_dir = file.parent if file else None
     checked_environment(job, code_dir)
-    address, api_key = find_cluster(url, key, state_dir)
+    address, api_key = find_cluster(url, read_key(key), state_dir)
     with signals_as_interrupt(), Client(address, api_key) as client:
         err.print("waiting for a server")
         with client.create_job(

@@ -18,6 +18,12 @@ def up(
         int | None, typer.Option(min=1, help="Servers that may share this machine's CPU. Default: half the cores.")
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs to use. Default: all that are there.")] = None,
+    database_url: Annotated[
+        str | None,
+        typer.Option(
+            help="postgresql://user@host/name, without a password (docs/security.md). Default: SQLite in --state-dir."
+        ),
+    ] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="Serve a running Ray cluster instead of starting one; 'auto' finds it.")
     ] = None,
@@ -42,7 +48,10 @@ def up(
             cpu_slots=cpu_slots,
             gpus=gpus,
             ray_address=ray_address,
-            settings=read_yaml(settings) if settings else None,
+            settings={
+                **(read_yaml(settings) if settings else {}),
+                **({"database_url": database_url} if database_url else {}),
+            },
         )
         try:
             with signals_as_interrupt():  # again: Ray has set a handler of its own

@@ -211,7 +211,7 @@ class Job:
         # Several beats may fail, each by its full timeout, before the lease is in danger.
         while not self._closed.wait(lease_s / 6):
             try:
-                record = self._scheduler.heartbeat(self.id, timeout_s=lease_s / 6)
+                record = self._scheduler.heartbeat(self.id, timeout_s=max(lease_s / 6, 0.5))
             except (UnavailableError, DeadlineError) as error:
                 logger.warning("job=%s heartbeat failed: %s", self.id, error)
                 continue

@@ -72,5 +72,7 @@ def find_cluster(url: str | None, key: str | None, state_dir: Path = STATE_DIR) 
         key = local.key
     key = key or os.environ.get(API_KEY_VARIABLE)
     if not key:
-        raise AuthenticationError(f"no API key for {url}", hint=f"pass it, or set the environment variable {API_KEY_VARIABLE}")
+        raise AuthenticationError(
+            f"no API key for {url}", hint=f"set the environment variable {API_KEY_VARIABLE}, or use --key-file"
+        )
     return url.rstrip("/"), key

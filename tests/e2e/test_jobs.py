@@ -119,9 +119,10 @@ def test_an_unknown_model_is_refused_before_anything_starts(cluster: Cluster, pr
 
 
 @pytest.mark.parametrize("key", ["wrong", "ot-0000"])
-def test_a_wrong_key_gets_nothing(cluster: Cluster, key: str) -> None:
+def test_a_wrong_key_gets_nothing(cluster: Cluster, key: str, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE}
-    result = opentinker("ps", "--url", cluster.url, "--key", key, env=env)
+    (tmp_path / "key").write_text(key)
+    result = opentinker("ps", "--url", cluster.url, "--key-file", tmp_path / "key", env=env)
     assert result.returncode == 1
     assert "key" in result.stderr
     assert "job-" not in result.stdout + result.stderr

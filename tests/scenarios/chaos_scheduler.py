@@ -28,6 +28,7 @@ class ChaosScheduler(SchedulerActor):
             path.rename(armed)
             fuse = Fuse(armed, plan["at"], plan["after"])
             SqlStore.save = fuse.around(SqlStore.save)  # type: ignore[method-assign]
+            SqlStore.accept = fuse.around(SqlStore.accept)  # type: ignore[method-assign]
             for name in CALLS:
                 setattr(RayLauncher, name, fuse.around(getattr(RayLauncher, name)))
         super().__init__(settings)

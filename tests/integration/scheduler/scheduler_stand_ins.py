@@ -102,6 +102,10 @@ def drive(
         case "loses-its-server":
             os.kill(_read_pid(Path(run_dir, "worker_pid")), signal.SIGKILL)
             raise ServerLostError("the connection was refused")
+        case "shows-its-environment":
+            child = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+            born_with = Path("/proc/self/environ").read_text().split("\0")
+            Path(run_dir, "environment").write_text("\n".join([*born_with, "", *map("=".join, os.environ.items()), "", child]))
         case "reads-its-code":
             assert code_dir is not None
             print(Path(code_dir, "pkg/mine.py").read_text())

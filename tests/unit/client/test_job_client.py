@@ -26,6 +26,8 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.scheduler.api import create_app
+from opentinker.scheduler.records import Scope
+from opentinker.scheduler.users import Caller
 
 KEY = "right"
 
@@ -40,27 +42,29 @@ class Memory:
         self.told: list[str] = []
         self.heartbeats = 0
         self.stalls_at = 0
+        self.lease_s = 0.3
         self.code: dict[str, str] | None = None
         self.fail_calls = 0
 
-    async def authenticate(self, key: str) -> str:
+    async def authenticate(self, key: str, address: str = "") -> Caller:
         if self.fail_calls:
             self.fail_calls -= 1
             raise UnavailableError("restarting")
         if key != KEY:
             raise AuthenticationError("the API key is not valid")
-        return "owner"
+        return Caller("owner", frozenset({Scope.SUBMIT}), address)
 
     async def submit(self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: Any) -> dict[str, Any]:
         assert idempotency_key
         self.code = code
         self.job_view = {
             "id": "job-1",
+            "owner": "owner",
             "name": config.get("name", ""),
             "state": "QUEUED",
             "cause": "",
             "waiting_for": "a free slot",
-            "lease_s": 0.3,
+            "lease_s": self.lease_s,
             "config": config,
             "server": None,
         }
@@ -95,7 +99,7 @@ class Memory:
         self.move("COMPLETED")
         return self.job_view
 
-    async def cancel(self, owner: str, job_id: str) -> dict[str, Any]:
+    async def cancel(self, owner: str, job_id: str, by: Any = None) -> dict[str, Any]:
         self.told.append("cancel")
         self.move("CANCELLED")
         return self.job_view
@@ -152,9 +156,9 @@ def test_the_lease_is_renewed_from_acceptance_on_and_no_longer_than_the_job(url:
 
 
 def test_one_stalled_heartbeat_does_not_cost_the_lease(url: str, memory: Memory) -> None:
-    memory.stalls_at = 2
-    with Client(url, KEY) as client, client.create_job(base_model="m") as job:
-        time.sleep(2.0 * job._record["lease_s"])
+    memory.stalls_at, memory.lease_s = 2, 1.8
+    with Client(url, KEY) as client, client.create_job(base_model="m"):
+        time.sleep(2 * memory.lease_s)
         assert memory.heartbeats >= 5
 
 

@@ -178,7 +178,7 @@ async def test_256_concurrent_samples_are_answered(served: Served) -> None:
 async def test_an_answer_that_takes_longer_than_a_poll_is_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, flaky, client = served
     monkeypatch.setattr("opentinker.client.policy.POLL_S", 0.05)
-    worker.delay_s = 0.3
+    worker.delay_s = 1.0
     await client.sample([1], SamplingParams())
     assert flaky.requests > 3
 

@@ -81,6 +81,15 @@ class LocalLauncher:
         return self.unkillable
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'store.db'}"
+    url: str = request.getfixturevalue("postgres").database()
+    return url
+
+
 class World:
     """A running service and the levers that move what is around it."""
 
@@ -94,6 +103,8 @@ class World:
             check_model=f"{__name__}:check_model",
         )
         self.clock = Clock()
+        self.jump_s = 0.0
+        """How far somebody has set the clock on the wall since; `clock` itself is steady."""
         self.launcher = LocalLauncher()
         self.secret = new_server_secret()
         self.database = folder / "scheduler.db"
@@ -104,10 +115,13 @@ class World:
     def boot(self) -> None:
         """Start the scheduler; after `crash`, with the store that the earlier one left."""
         self.store = SqlStore.open_sqlite(self.database)
-        self.service = SchedulerService(self.settings, self.store, self.launcher, self.secret, self.clock)
+        self.service = SchedulerService(self.settings, self.store, self.launcher, self.secret, self.wall, self.clock)
         self.service.create_key()
         self.service.recover()
         self._loop = asyncio.get_running_loop().create_task(self.service.run())
+
+    def wall(self) -> float:
+        return self.clock() + self.jump_s
 
     async def crash(self) -> None:
         self._loop.cancel()
@@ -134,6 +148,10 @@ class World:
                 if condition():
                     return
                 await asyncio.sleep(0.005)
+
+    async def settle(self) -> None:
+        """Let the scheduler look at the cluster a few times."""
+        await asyncio.sleep(10 * self.settings.reconcile_s)
 
     async def free_slots(self) -> int:
         return sum(node["free_cpu_slots"] for node in (await self.service.cluster())["nodes"])

@@ -121,4 +121,4 @@ async def test_a_body_without_end_is_cut_off(
 ) -> None:
     monkeypatch.setattr(api, "MAX_BODY_BYTES", 100)
     response = await http.post("/v1/jobs", json={"config": {"kind": "x" * 200}}, headers=key)
-    assert response.status_code == 400
+    assert (response.status_code, response.json()["code"]) == (413, "too_large")

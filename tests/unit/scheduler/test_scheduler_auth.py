@@ -1,38 +1,60 @@
 import pytest
 
 from opentinker.errors import AuthenticationError
-from opentinker.scheduler.auth import key_digest, new_api_key, new_server_secret, owner_of, policy_token
-from opentinker.scheduler.records import ApiKey
+from opentinker.scheduler.auth import find_key, key_digest, new_api_key, new_server_secret, policy_token
+from opentinker.scheduler.records import ApiKey, Scope
 
 SECRET = new_server_secret()
 
 
+class Keys(dict[str, ApiKey]):
+    """Stored keys by their digest."""
+
+    def add(self, owner: str, key: str, revoked_at: float | None = None) -> None:
+        digest = key_digest(SECRET, key)
+        self[digest] = ApiKey(owner, owner, "laptop", frozenset({Scope.SUBMIT}), digest, revoked_at=revoked_at)
+
+
 def test_a_key_is_known_by_its_digest_alone() -> None:
-    key, other = new_api_key(), new_api_key()
-    stored = [ApiKey("a", "ann", key_digest(SECRET, key)), ApiKey("b", "bob", key_digest(SECRET, other))]
-    assert owner_of(SECRET, key, stored) == "ann"
-    assert owner_of(SECRET, other, stored) == "bob"
+    key, other, stored = new_api_key(), new_api_key(), Keys()
+    stored.add("ann", key)
+    stored.add("bob", other)
+    assert find_key(SECRET, key, stored.get).owner == "ann"
+    assert find_key(SECRET, other, stored.get).owner == "bob"
     assert key not in repr(stored)
 
 
-def test_every_wrong_key_gets_the_same_answer() -> None:
-    key = new_api_key()
-    stored = [ApiKey("a", "ann", key_digest(SECRET, key))]
+def test_a_digest_is_not_shown_with_its_key() -> None:
+    key = ApiKey("k", "ann", "laptop", frozenset({Scope.SUBMIT}), "00ff")
+    assert "00ff" not in repr(key)
+
+
+def test_every_wrong_or_revoked_key_gets_the_same_answer() -> None:
+    key, revoked, stored = new_api_key(), new_api_key(), Keys()
+    stored.add("ann", key)
+    stored.add("bob", revoked, revoked_at=1.0)
     messages = set()
-    for wrong in ("", "ot-", key[:-1], key + "x", "ключ", "\udcff", new_api_key()):
+    for wrong in ("", "ot-", key[:-1], key + "x", "ключ", "\udcff", new_api_key(), revoked):
         with pytest.raises(AuthenticationError) as caught:
-            owner_of(SECRET, wrong, stored)
+            find_key(SECRET, wrong, stored.get)
         messages.add(str(caught.value))
     assert len(messages) == 1
 
 
 def test_a_digest_is_useless_as_a_key_and_under_another_secret() -> None:
-    key = new_api_key()
-    stored = [ApiKey("a", "ann", key_digest(SECRET, key))]
+    key, stored = new_api_key(), Keys()
+    stored.add("ann", key)
     with pytest.raises(AuthenticationError):
-        owner_of(SECRET, stored[0].digest, stored)
+        find_key(SECRET, next(iter(stored)), stored.get)
     with pytest.raises(AuthenticationError):
-        owner_of(new_server_secret(), key, stored)
+        find_key(new_server_secret(), key, stored.get)
+
+
+def test_a_look_up_that_finds_the_wrong_key_is_not_believed() -> None:
+    stored = Keys()
+    stored.add("ann", new_api_key())
+    with pytest.raises(AuthenticationError):
+        find_key(SECRET, new_api_key(), lambda digest: next(iter(stored.values())))
 
 
 def test_keys_and_tokens_hold_256_bits_and_differ() -> None:

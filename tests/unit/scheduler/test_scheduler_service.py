@@ -232,7 +232,7 @@ async def test_no_key_and_no_token_is_on_disk(world: Any) -> None:
         assert key not in content
         assert job["server"]["token"].encode() not in content
     assert (world.settings.state_dir / "api_key").stat().st_mode & 0o777 == 0o600
-    assert await world.service.authenticate(key.decode()) == "admin"
+    assert (await world.service.authenticate(key.decode())).name == "admin"
 
 
 async def test_a_job_that_reached_its_time_limit_fails_and_its_slot_comes_back(world: Any) -> None:

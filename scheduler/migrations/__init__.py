@@ -1,0 +1,1 @@
+"""Alembic migrations; `store.migrate` runs them. See `schema.py`."""
