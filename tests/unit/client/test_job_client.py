@@ -26,6 +26,7 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.scheduler.api import create_app
+from opentinker.scheduler.listing import JobQuery
 
 KEY = "right"
 
@@ -66,8 +67,11 @@ class Memory:
         }
         return self.job_view
 
-    async def jobs(self, owner: str) -> list[dict[str, Any]]:
-        return [self.job_view]
+    async def jobs(self, owner: str, query: JobQuery) -> dict[str, Any]:
+        return {"jobs": [self.job_view], "next": None}
+
+    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
+        return {"endpoint": self.endpoint, "token": "t"}
 
     async def job(self, owner: str, job_id: str, state: str | None, wait_s: float) -> dict[str, Any]:
         if job_id != "job-1":

@@ -32,7 +32,7 @@ async def test_a_job_gets_a_server_and_complete_takes_it_back(world: Any) -> Non
 
 async def test_a_token_is_shown_neither_in_the_list_nor_after_the_end(world: Any) -> None:
     job = await world.reach(await world.interactive(), "RUNNING")
-    (listed,) = await world.service.jobs("admin")
+    (listed,) = (await world.service.jobs("admin"))["jobs"]
     assert listed["server"]["endpoint"]
     assert "token" not in listed["server"]
     world.launcher.unkillable = [1]
@@ -145,7 +145,7 @@ async def test_bad_submissions_are_refused_and_leave_nothing(world: Any) -> None
         await world.service.submit("admin", {"kind": "interactive", "base_model": "m", "resources": {"gpus": 2}})
     with pytest.raises(InvalidRequestError, match="damaged"):
         await world.interactive(code={"zip": "AAAA", "sha256": "0" * 64})
-    assert await world.service.jobs("admin") == []
+    assert (await world.service.jobs("admin"))["jobs"] == []
     assert not world.settings.runs_dir.exists() or not os.listdir(world.settings.runs_dir)
 
 
@@ -157,7 +157,7 @@ async def test_another_owners_job_does_not_exist(world: Any) -> None:
         with pytest.raises(NotFoundError) as nobodys:
             await getattr(world.service, call)("bob", "job-0000")
         assert str(theirs.value).replace(job["id"], "") == str(nobodys.value).replace("job-0000", "")
-    assert await world.service.jobs("bob") == []
+    assert (await world.service.jobs("bob"))["jobs"] == []
 
 
 async def test_after_a_crash_everything_goes_on(world: Any) -> None:
