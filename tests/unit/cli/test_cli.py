@@ -12,7 +12,7 @@ from opentinker.cli.demo import demo_config, headline
 from opentinker.cli.main import app
 
 runner = CliRunner()
-COMMANDS = ["up", "down", "submit", "train", "ps", "describe", "logs", "cancel", "demo"]
+COMMANDS = ["up", "down", "submit", "train", "ps", "top", "describe", "logs", "events", "wait", "cancel", "demo"]
 ENVIRONMENT = """
 import opentinker as ot
 
