@@ -36,6 +36,8 @@ RAY_DIR = Path("/tmp/ot-")
 ACTOR_START_S = 60.0
 HTTP_START_S = 10.0
 HTTP_STOP_S = 2
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that a client never sends into a closing one."""
 _RAY_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 logger = logging.getLogger(__name__)
@@ -232,6 +234,7 @@ def _serve(scheduler: RemoteScheduler, listener: socket.socket) -> Iterator[None
         access_log=False,
         lifespan="off",
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=HTTP_STOP_S,
     )
     server = uvicorn.Server(config)

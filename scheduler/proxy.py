@@ -32,6 +32,7 @@ _NOT_PASSED_ON = frozenset(
     {
         b"authorization",
         b"connection",
+        b"expect",
         b"host",
         b"keep-alive",
         b"proxy-authenticate",

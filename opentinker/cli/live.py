@@ -1,7 +1,8 @@
 """Views that stay current: on a terminal in place, elsewhere one after the other."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from rich.console import RenderableType
@@ -13,29 +14,28 @@ from opentinker.cli.patience import Patience
 T = TypeVar("T")
 
 
-def frames(
-    read: Callable[[], T], period_s: float | None, *, quiet: bool = False
-) -> Iterator[tuple[Callable[[RenderableType], None], T]]:
-    """(show, what `read` gave), once, or with a period until Ctrl-C, which is the ordinary end. `quiet` leaves the terminal
-    alone.
+def repeat(read: Callable[[], T], take: Callable[[T], None], period_s: float | None) -> None:
+    """Hand over what `read` gives: once, or with a period until Ctrl-C, which is the ordinary end.
 
     Raises:
         UnavailableError, DeadlineError: see `Patience`.
     """
     if period_s is None:
-        yield out.print, read()
+        take(read())
         return
     patience = Patience()
-    try:
-        if quiet or not out.is_terminal:
-            while True:
-                yield out.print, patience.ask(read)
-                time.sleep(period_s)
-        first = patience.ask(read)  # a cluster that is not there is said on the ordinary screen
-        with Live(console=out, screen=True, auto_refresh=False) as live:
-            yield lambda view: live.update(view, refresh=True), first
-            while True:
-                time.sleep(period_s)
-                yield lambda view: live.update(view, refresh=True), patience.ask(read)
-    except KeyboardInterrupt:
+    with suppress(KeyboardInterrupt):
+        while True:
+            take(patience.ask(read))
+            time.sleep(period_s)
+
+
+def show(read: Callable[[], T], view: Callable[[T], RenderableType], period_s: float | None) -> None:
+    """Print the view of what `read` gives; with a period and on a terminal, on a screen of its own. As `repeat`."""
+    if period_s is None or not out.is_terminal:
+        repeat(read, lambda seen: out.print(view(seen)), period_s)
         return
+    with suppress(KeyboardInterrupt):
+        first = view(read())  # a cluster that is not there is said on the ordinary screen
+        with Live(first, console=out, screen=True, auto_refresh=False) as live:
+            repeat(read, lambda seen: live.update(view(seen), refresh=True), period_s)

@@ -1,7 +1,7 @@
 """`opentinker ps`: the jobs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from itertools import islice
 from pathlib import PurePath
@@ -24,7 +24,7 @@ from opentinker.cli.common import (
     print_json,
     state_text,
 )
-from opentinker.cli.live import frames
+from opentinker.cli.live import repeat, show
 from opentinker.client.client import ENDED
 from opentinker.client.scheduler import SchedulerClient
 
@@ -78,11 +78,17 @@ def ps(
                 return client.jobs(states=states, limit=most, **filters)
             return _recent(client, most, filters)
 
-        if as_json:
-            _as_json(found, watch)
-            return
-        for console, jobs in frames(lambda: list(found()), PERIOD_S if watch else None):
-            console(jobs_view(jobs, time.time(), out.width, cut=most is not None and len(jobs) >= most))
+        def view(jobs: list[dict[str, Any]]) -> RenderableType:
+            return jobs_view(jobs, time.time(), out.width, cut=most is not None and len(jobs) >= most)
+
+        period_s = PERIOD_S if watch else None
+        if as_json and not watch:
+            for job in found():
+                print_json(job)
+        elif as_json:
+            repeat(lambda: list(found()), _changes(), period_s)
+        else:
+            show(lambda: list(found()), view, period_s)
 
 
 def _recent(client: SchedulerClient, limit: int | None, filters: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -93,13 +99,17 @@ def _recent(client: SchedulerClient, limit: int | None, filters: dict[str, Any])
     return islice(sorted(by_id.values(), key=lambda job: float(job["created_at"]), reverse=True), limit)
 
 
-def _as_json(found: Any, watch: bool) -> None:
+def _changes() -> Callable[[list[dict[str, Any]]], None]:
+    """Prints those jobs that are new or not as they were when it was last called."""
     seen: dict[str, Any] = {}
-    for _, jobs in frames(lambda: list(found()), PERIOD_S if watch else None, quiet=True):
+
+    def take(jobs: list[dict[str, Any]]) -> None:
         for job in jobs:
             if seen.get(job["id"]) != job:
                 print_json(job)
-        seen = {job["id"]: job for job in jobs}
+                seen[job["id"]] = job
+
+    return take
 
 
 def jobs_view(jobs: list[dict[str, Any]], now: float, width: int, *, cut: bool = False) -> RenderableType:

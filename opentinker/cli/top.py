@@ -23,7 +23,7 @@ from opentinker.cli.common import (
     print_json,
     state_text,
 )
-from opentinker.cli.live import frames
+from opentinker.cli.live import repeat, show
 
 PERIOD_S = 2.0
 GIB = 2**30
@@ -45,12 +45,12 @@ def top(
     document per look.
     """
     with connected(url, key, state_dir) as client:
-        for show, cluster in frames(client.cluster, None if once else every, quiet=as_json):
-            now = time.time()
-            if as_json:
-                print_json({"at": now, **cluster})
-            else:
-                show(cluster_screen(cluster, client.url, now, out.width, None if once or not out.is_terminal else out.height))
+        height = None if once or not out.is_terminal else out.height
+        period_s = None if once else every
+        if as_json:
+            repeat(client.cluster, lambda cluster: print_json({"at": time.time(), **cluster}), period_s)
+        else:
+            show(client.cluster, lambda c: cluster_screen(c, client.url, time.time(), out.width, height), period_s)
 
 
 def cluster_screen(cluster: dict[str, Any], url: str, now: float, width: int, height: int | None) -> RenderableType:

@@ -35,6 +35,7 @@ class Upstream:
                 Route("/v1/hold", self.hold),
                 Route("/v1/endless", self.endless),
                 Route("/v1/slow", self.slow, methods=["POST"]),
+                Route("/v1/breaks", self.breaks),
             ]
         )
 
@@ -73,6 +74,14 @@ class Upstream:
             self.taken += len(part)
             await asyncio.sleep(0.05)
         return Response()
+
+    async def breaks(self, request: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"the first half"
+            await asyncio.sleep(0.1)
+            raise ConnectionError
+
+        return StreamingResponse(parts())
 
 
 @contextlib.asynccontextmanager
@@ -165,6 +174,13 @@ async def test_a_client_that_hangs_up_ends_the_servers_work(url: str, key: str, 
         assert upstream.holding.is_set()
         async with asyncio.timeout(5.0):
             await upstream.hung_up.wait()
+
+
+async def test_an_answer_that_breaks_off_does_not_look_whole(url: str, key: str, job: Any) -> None:
+    async with httpx.AsyncClient(headers=bearer(key)) as http:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.get(f"{url}{job['server']['proxy']}/v1/breaks")
+        assert (await http.get(f"{url}{job['server']['proxy']}/v1/echo/x")).status_code == 202
 
 
 async def test_a_slow_reader_slows_the_server_down(url: str, key: str, job: Any, upstream: Upstream) -> None:
