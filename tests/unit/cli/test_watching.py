@@ -2,8 +2,13 @@
 
 import io
 import json
+import os
+import pty
+import select
+import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -281,3 +286,56 @@ def test_a_cluster_that_stays_away_is_given_up(live: Any, monkeypatch: pytest.Mo
     result = run(live, "logs", "-f", job["id"])
     assert result.exit_code == 1
     assert "cannot reach a cluster" in result.stderr
+
+
+def started(live: Any, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", MAIN, *arguments, "--state-dir", str(live.folder)]
+    return subprocess.Popen(command, text=True, **options)
+
+
+def test_watching_as_json_prints_each_change_until_ctrl_c(live: Any) -> None:
+    first = live.reach(live.submit(), "RUNNING")
+    process = started(live, "ps", "--watch", "--json", stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["state"] == "RUNNING"
+        second = live.submit("interactive")
+        assert json.loads(process.stdout.readline())["id"] == second["id"]
+        finish(live, first)
+        while (change := json.loads(process.stdout.readline()))["id"] != first["id"]:
+            pass
+        assert change["state"] == "COMPLETED"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("command", [("ps", "--watch"), ("top",)])
+def test_on_a_terminal_the_view_is_kept_current_in_place(live: Any, command: tuple[str, ...]) -> None:
+    first = live.reach(live.submit(), "RUNNING")
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    process = started(live, *command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = ""
+
+    def until(text: str) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 20.0
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            assert select.select([ours], [], [], 20.0)[0]
+            seen += os.read(ours, 2**16).decode(errors="replace")
+
+    try:
+        until(first["id"])
+        second = live.submit("interactive")
+        until(second["id"])
+        process.send_signal(signal.SIGINT)
+        until("\x1b[?1049l")  # the ordinary screen is back
+        assert process.wait(10) == 0
+        assert "Traceback" not in seen
+    finally:
+        process.kill()
+        os.close(ours)
