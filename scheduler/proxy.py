@@ -26,6 +26,9 @@ CONNECT_S = 5.0
 ANSWER_S = 30.0
 """How long a server may be silent, beyond the wait that the request asks for."""
 MAX_WAIT_S = 60.0
+KNOWN_S = 1.0
+"""How long the scheduler's word on a job's server holds."""
+MOST_KNOWN = 1000
 IDLE_S = 30.0
 """Connections that nobody used for this long are closed."""
 _NOT_PASSED_ON = frozenset(
@@ -63,6 +66,7 @@ class Proxy:
 
     def __init__(self, resolve: Resolve) -> None:
         self._resolve = resolve
+        self._known: dict[tuple[str, str | None, str | None], tuple[float, dict[str, str]]] = {}
         self._connections = _Connections()
 
     async def pass_on(self, request: Request, job_id: str, *, owner: str | None, token: str | None) -> Response:
@@ -74,7 +78,7 @@ class Proxy:
             DeadlineError: the server is silent for longer than the request's `wait_s` and 30 s.
             ServerLostError, JobFailedError: the job has ended.
         """
-        target = await self._resolve(job_id, owner, token)
+        target = await self._target(job_id, owner, token)
         client = self._connections.take(target["endpoint"])
         body = _Body(request)
         answer: httpx.Response | None = None
@@ -95,6 +99,18 @@ class Proxy:
         finally:
             if answer is None:
                 await client.aclose()
+
+    async def _target(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
+        """What the scheduler said within the last second, or says now: a step of a job is hundreds of requests. A server that
+        has ended meanwhile refuses the connection, and its successor at that address the token."""
+        now, asked = time.monotonic(), (job_id, owner, token)
+        until, target = self._known.get(asked, (-math.inf, {}))
+        if now >= until:
+            target = await self._resolve(job_id, owner, token)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[asked] = (now + KNOWN_S, target)
+        return target
 
     @staticmethod
     def _outgoing(client: httpx.AsyncClient, request: Request, target: dict[str, str], body: "_Body") -> httpx.Request:
