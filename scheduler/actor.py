@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from opentinker.config.base import parse_config
 from opentinker.errors import DeadlineError, OpenTinkerError, UnavailableError
 from opentinker.scheduler.auth import new_server_secret
+from opentinker.scheduler.listing import JobQuery
 from opentinker.scheduler.ray_launcher import NAMESPACE, RayLauncher
 from opentinker.scheduler.service import MAX_WAIT_S, SchedulerService
 from opentinker.scheduler.settings import Settings
@@ -84,8 +85,8 @@ class RemoteScheduler:
     ) -> dict[str, Any]:
         return await _answer(self._handle.submit.remote(owner, config, idempotency_key, code))
 
-    async def jobs(self, owner: str) -> list[dict[str, Any]]:
-        return await _answer(self._handle.jobs.remote(owner))
+    async def jobs(self, owner: str, query: JobQuery) -> dict[str, Any]:
+        return await _answer(self._handle.jobs.remote(owner, query))
 
     async def job(self, owner: str, job_id: str, state: str | None, wait_s: float) -> dict[str, Any]:
         return await _answer(self._handle.job.remote(owner, job_id, state, wait_s))
@@ -108,8 +109,14 @@ class RemoteScheduler:
     async def metrics(self, owner: str, job_id: str, after: int) -> dict[str, Any]:
         return await _answer(self._handle.metrics.remote(owner, job_id, after))
 
-    async def cluster(self) -> dict[str, Any]:
-        return await _answer(self._handle.cluster.remote())
+    async def cluster(self, owner: str) -> dict[str, Any]:
+        return await _answer(self._handle.cluster.remote(owner))
+
+    async def exposition(self) -> str:
+        return await _answer(self._handle.exposition.remote())
+
+    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
+        return await _answer(self._handle.server_of.remote(job_id, owner, token))
 
 
 class RemoteUsers:

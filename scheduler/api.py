@@ -7,13 +7,17 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from opentinker.errors import InvalidRequestError, NotFoundError, OpenTinkerError, RateLimitedError, TooLargeError
-from opentinker.scheduler import records
+from opentinker.scheduler import records, views
 from opentinker.scheduler.auth import unauthenticated
+from opentinker.scheduler.listing import JobQuery
+from opentinker.scheduler.metrics import ApiMetrics, Measured
+from opentinker.scheduler.proxy import TOKEN_PREFIX, Proxy, is_proxied
 from opentinker.scheduler.uploads import MAX_ZIP_BYTES
 from opentinker.scheduler.user_api import Users, add_user_routes, caller_of
 from opentinker.scheduler.users import EVERYONE, Caller
@@ -36,7 +40,7 @@ class Scheduler(Protocol):
     async def submit(
         self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: dict[str, str] | None
     ) -> dict[str, Any]: ...
-    async def jobs(self, owner: str) -> list[dict[str, Any]]: ...
+    async def jobs(self, owner: str, query: JobQuery) -> dict[str, Any]: ...
     async def job(self, owner: str, job_id: str, state: str | None, wait_s: float) -> dict[str, Any]: ...
     async def events(self, owner: str, job_id: str) -> list[dict[str, Any]]: ...
     async def heartbeat(self, owner: str, job_id: str) -> dict[str, Any]: ...
@@ -44,7 +48,9 @@ class Scheduler(Protocol):
     async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]: ...
     async def logs(self, owner: str, job_id: str, offset: int) -> dict[str, Any]: ...
     async def metrics(self, owner: str, job_id: str, after: int) -> dict[str, Any]: ...
-    async def cluster(self) -> dict[str, Any]: ...
+    async def cluster(self, owner: str) -> dict[str, Any]: ...
+    async def exposition(self) -> str: ...
+    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]: ...
 
 
 class _Body(BaseModel):
@@ -65,7 +71,15 @@ class Submission(_Body):
 
 def create_app(scheduler: Scheduler) -> FastAPI:
     """The API over a scheduler."""
-    app = FastAPI(title="OpenTinker scheduler", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="OpenTinker scheduler",
+        openapi_url="/v1/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"model": views.Problem}, "5XX": {"model": views.Problem}},
+    )
+    proxy = Proxy(scheduler.server_of)
+    measured = ApiMetrics()
     add_user_routes(app, scheduler)
 
     async def changing(request: Request, job_id: str) -> str:
@@ -80,56 +94,77 @@ def create_app(scheduler: Scheduler) -> FastAPI:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.post("/v1/jobs", status_code=201)
-    async def submit(request: Request, body: Submission) -> dict[str, Any]:
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def exposition() -> PlainTextResponse:
+        """Figures of the whole cluster in Prometheus' text format; they name no job and no user."""
+        return PlainTextResponse(await scheduler.exposition() + measured.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/v1/jobs", status_code=201, response_model=views.JobView)
+    async def submit(request: Request, body: Submission) -> JSONResponse:
         code = body.code.model_dump() if body.code else None
         caller = caller_of(request)
         caller.need(records.Scope.SUBMIT)
-        return await scheduler.submit(caller.name, body.config, body.idempotency_key, code)
+        return JSONResponse(await scheduler.submit(caller.name, body.config, body.idempotency_key, code), 201)
 
-    @app.get("/v1/jobs")
-    async def jobs(request: Request, owner: str | None = None) -> dict[str, Any]:
-        return {"jobs": await scheduler.jobs(_listed(request, owner))}
+    @app.get("/v1/jobs", response_model=views.JobPage)
+    async def jobs(request: Request, query: Annotated[JobQuery, Query()]) -> JSONResponse:
+        return JSONResponse(await scheduler.jobs(_listed(request, query.owner), query))
 
-    @app.get("/v1/jobs/{job_id}")
+    @app.get("/v1/jobs/{job_id}", response_model=views.JobView)
     async def job(
         request: Request, job_id: str, state: str | None = None, wait_s: Annotated[float, Query(ge=0.0)] = 0.0
-    ) -> dict[str, Any]:
-        return _shown(request, await scheduler.job(_owner(request), job_id, state, wait_s))
+    ) -> JSONResponse:
+        return JSONResponse(_shown(request, await scheduler.job(_owner(request), job_id, state, wait_s)))
 
-    @app.get("/v1/jobs/{job_id}/events")
-    async def events(request: Request, job_id: str) -> dict[str, Any]:
-        return {"events": await scheduler.events(_owner(request), job_id)}
+    @app.get("/v1/jobs/{job_id}/events", response_model=views.Events)
+    async def events(request: Request, job_id: str) -> JSONResponse:
+        return JSONResponse({"events": await scheduler.events(_owner(request), job_id)})
 
-    @app.post("/v1/jobs/{job_id}/heartbeat")
-    async def heartbeat(request: Request, job_id: str) -> dict[str, Any]:
-        return _shown(request, await scheduler.heartbeat(await changing(request, job_id), job_id))
+    @app.post("/v1/jobs/{job_id}/heartbeat", response_model=views.JobView)
+    async def heartbeat(request: Request, job_id: str) -> JSONResponse:
+        return JSONResponse(_shown(request, await scheduler.heartbeat(await changing(request, job_id), job_id)))
 
-    @app.post("/v1/jobs/{job_id}/complete")
-    async def complete(request: Request, job_id: str) -> dict[str, Any]:
-        return _shown(request, await scheduler.complete(await changing(request, job_id), job_id))
+    @app.post("/v1/jobs/{job_id}/complete", response_model=views.JobView)
+    async def complete(request: Request, job_id: str) -> JSONResponse:
+        return JSONResponse(_shown(request, await scheduler.complete(await changing(request, job_id), job_id)))
 
-    @app.post("/v1/jobs/{job_id}/cancel")
-    async def cancel(request: Request, job_id: str) -> dict[str, Any]:
-        return _shown(request, await scheduler.cancel(await changing(request, job_id), job_id, caller_of(request)))
+    @app.post("/v1/jobs/{job_id}/cancel", response_model=views.JobView)
+    async def cancel(request: Request, job_id: str) -> JSONResponse:
+        owner, caller = await changing(request, job_id), caller_of(request)
+        return JSONResponse(_shown(request, await scheduler.cancel(owner, job_id, caller)))
 
-    @app.get("/v1/jobs/{job_id}/logs")
-    async def logs(request: Request, job_id: str, offset: int = 0) -> dict[str, Any]:
-        return await scheduler.logs(_owner(request), job_id, offset)
+    @app.get("/v1/jobs/{job_id}/logs", response_model=views.Logs)
+    async def logs(request: Request, job_id: str, offset: int = 0) -> JSONResponse:
+        return JSONResponse(await scheduler.logs(_owner(request), job_id, offset))
 
-    @app.get("/v1/jobs/{job_id}/metrics")
-    async def metrics(request: Request, job_id: str, after: int = 0) -> dict[str, Any]:
-        return await scheduler.metrics(_owner(request), job_id, after)
+    @app.get("/v1/jobs/{job_id}/metrics", response_model=views.MetricRows)
+    async def metrics(request: Request, job_id: str, after: int = 0) -> JSONResponse:
+        return JSONResponse(await scheduler.metrics(_owner(request), job_id, after))
 
-    @app.get("/v1/cluster")
-    async def cluster() -> dict[str, Any]:
-        return await scheduler.cluster()
+    @app.get("/v1/cluster", response_model=views.ClusterView)
+    async def cluster(request: Request) -> JSONResponse:
+        return JSONResponse(await scheduler.cluster(_owner(request)))
+
+    for method in ("GET", "POST"):
+
+        @app.api_route("/v1/jobs/{job_id}/server/{path:path}", methods=[method], name=f"server_{method.lower()}")
+        async def server(request: Request, job_id: str, path: str) -> Response:
+            """The job's server, by way of the scheduler. Takes an API key of the job's owner, or the policy's token."""
+            token = getattr(request.state, "policy_token", None)
+            if token is not None:
+                return await proxy.pass_on(request, job_id, owner=None, token=token)
+            caller = caller_of(request)
+            if not caller.may(records.Scope.SUBMIT):
+                await scheduler.job(caller.name, job_id, None, 0.0)  # another user's job does not exist for any key
+            caller.need(records.Scope.SUBMIT)
+            return await proxy.pass_on(request, job_id, owner=caller.name, token=None)
 
     app.add_exception_handler(OpenTinkerError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unexpected)
     app.add_middleware(_Gate, scheduler=scheduler)
+    app.add_middleware(Measured, metrics=measured)
     return app
 
 
@@ -169,11 +204,19 @@ class _Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            proxied = is_proxied(scope["path"])
             try:
-                address = str(scope["client"][0]) if scope.get("client") else ""
-                scope.setdefault("state", {})["caller"] = await self._scheduler.authenticate(_bearer(scope), address)
+                key = _bearer(scope)
+                if proxied and key.startswith(TOKEN_PREFIX):
+                    scope.setdefault("state", {})["policy_token"] = key  # the proxy holds it against the job's own
+                else:
+                    address = str(scope["client"][0]) if scope.get("client") else ""
+                    scope.setdefault("state", {})["caller"] = await self._scheduler.authenticate(key, address)
             except OpenTinkerError as error:
                 await problem(error)(scope, receive, send)
+                return
+            if proxied:  # nothing is kept of its body; the server has a limit of its own
+                await self._app(scope, receive, send)
                 return
         limit = SMALL_BODY_BYTES if scope.get("path", "").startswith("/v1/users") else MAX_BODY_BYTES
         await self._app(scope, _limited(receive, limit), send)

@@ -37,6 +37,8 @@ RAY_DIR = Path("/tmp/ot-")
 ACTOR_START_S = 60.0
 HTTP_START_S = 10.0
 HTTP_STOP_S = 2
+KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that a client never sends into a closing one."""
 _RAY_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 logger = logging.getLogger(__name__)
@@ -236,6 +238,7 @@ def _serve(scheduler: RemoteScheduler, listener: socket.socket) -> Iterator[None
         lifespan="off",
         ws="none",
         forwarded_allow_ips=["127.0.0.1", "::1"],  # a proxy on this machine; whatever $FORWARDED_ALLOW_IPS says
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=HTTP_STOP_S,
     )
     server = uvicorn.Server(config)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.placement import Demand, Node
 from opentinker.scheduler.plan import DriverOutcome
 
@@ -50,6 +51,10 @@ class DriverSpec:
 class Launcher(Protocol):
     async def nodes(self) -> list[Node]:
         """The living nodes."""
+        ...
+
+    async def gpu_use(self) -> dict[str, list[GpuUse]]:
+        """How busy the GPUs are, by node id; nodes that cannot tell are left out."""
         ...
 
     async def launch(self, spec: ServerSpec) -> Launched:

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.scheduler.driver import LOG_NAME, DriverProcess
+from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
 from opentinker.scheduler.placement import Demand, Node, threads_for
@@ -29,6 +30,8 @@ CPU_SLOT = "cpu_slot"
 GPU_GROUPS = "opentinker.io/gpu-groups"
 """The Ray node label that names GPUs close to each other, such as 0-3.4-7."""
 WORKER_THREADS = 16
+GPU_USE_S = 3.0
+"""How long a node may take to tell how busy its GPUs are."""
 _LOW_MEMORY = "low on memory"
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,23 @@ class RayLauncher:
 
     async def nodes(self) -> list[Node]:
         return [_node(entry) for entry in await asyncio.to_thread(ray.nodes) if entry["Alive"]]
+
+    async def gpu_use(self) -> dict[str, list[GpuUse]]:
+        nodes = [node.id for node in await self.nodes() if node.gpus]
+        uses = await asyncio.gather(*(self._gpu_use_of(node_id) for node_id in nodes))
+        return {node_id: use for node_id, use in zip(nodes, uses, strict=True) if use}
+
+    async def _gpu_use_of(self, node_id: str) -> list[GpuUse]:
+        try:
+            async with asyncio.timeout(GPU_USE_S):
+                if node_id == ray.get_runtime_context().get_node_id():
+                    return await asyncio.to_thread(read_gpu_use)
+                there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+                use: list[GpuUse] = await ray.remote(read_gpu_use).options(num_cpus=0, scheduling_strategy=there).remote()
+                return use
+        except (TimeoutError, RayError) as error:
+            logger.info("event=no_gpu_use node=%s error=%s", node_id, type(error).__name__)
+            return []
 
     async def launch(self, spec: ServerSpec) -> Launched:
         node = next((node for node in await self.nodes() if node.id == spec.node_id), None)

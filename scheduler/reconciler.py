@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 from opentinker.config.job import InteractiveJobConfig, parse_job
 from opentinker.errors import OpenTinkerError
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
+from opentinker.scheduler.metrics import SchedulerMetrics
 from opentinker.scheduler.placement import Allocation, Demand, server_config
 from opentinker.scheduler.plan import Decision, DriverOutcome, End, JobView, Run, ServerView, Snapshot, Start, Stop, Wait, plan
 from opentinker.scheduler.queue_view import QueueView
@@ -46,6 +48,7 @@ class Reconciler:
         self._queue = QueueView(store, settings, now())
         self._steady = steady
         self._leases: dict[str, float] = {}
+        self.metrics = SchedulerMetrics()
         self._faults: dict[str, str] = {}
         self._outcomes: dict[str, DriverOutcome] = {}
         self._waits: dict[str, str] = {}
@@ -67,7 +70,8 @@ class Reconciler:
         while True:
             self._wake.clear()
             try:
-                await self.tick()
+                with self.metrics.placement_pass.time():
+                    await self.tick()
             except Exception:
                 # A passing fault of the cluster must not end the control plane; the next look tries again.
                 logger.exception("event=reconcile_failed")
@@ -126,6 +130,7 @@ class Reconciler:
         self._record(ended, state.lower(), cause)
         self._queue.ended(job, self._now())
         self._leases.pop(job.id, None)
+        self.metrics.jobs_ended.labels(state).inc()
         return ended
 
     def waiting_for(self, job: Job) -> str:
@@ -155,7 +160,9 @@ class Reconciler:
             case Run(job_id):
                 self._run(self._job(job_id))
             case End(job_id, state, cause):
-                self.end(self._job(job_id), state, cause)
+                job = self.end(self._job(job_id), state, cause)
+                if job.lease_expires_at is not None and self._now() >= job.lease_expires_at:
+                    self.metrics.lease_expiries.inc()
             case Stop(server_id):
                 self._spawn(f"stop:{server_id}", partial(self._stop, server_id))
 
@@ -175,6 +182,7 @@ class Reconciler:
         self._store.save(server, started, policy, Event(job.id, self._now(), "starting", f"{demand} on node {where.node_id}"))
         self._queue.started(job.id, self._now())
         self._announce(job.id, "starting", server=server.id, node=where.node_id)
+        self.metrics.queue_wait.observe(max(0.0, self._now() - job.created_at))
 
     def _attend(self) -> None:
         """Give every server and every driver that a job needs the task that takes care of it; a restart leaves none."""
@@ -209,6 +217,7 @@ class Reconciler:
     async def _serve(self, server: Server, policy: Policy, job: Job) -> None:
         """Launch a server, or go on launching it, then watch it until it dies or is stopped."""
         spec = self._server_spec(server, policy, job)
+        started = time.monotonic()
         try:
             launched = await self._launcher.launch(spec)
         except OpenTinkerError as error:
@@ -218,6 +227,7 @@ class Reconciler:
             logger.exception("event=launch_failed job=%s server=%s", spec.job_id, spec.server_id)
             self._fault(spec.server_id, f"the server did not start: {type(error).__name__}: {' '.join(str(error).split())}")
             return
+        self.metrics.server_start.observe(time.monotonic() - started)
         now = self._store.server(server.id)
         assert now is not None
         self._store.save(
@@ -299,6 +309,7 @@ class Reconciler:
 
     def _fault(self, server_id: str, cause: str) -> None:
         self._faults[server_id] = cause
+        self.metrics.server_failures.inc()
         self.wake()
 
     def _job(self, job_id: str) -> Job:

@@ -1,20 +1,34 @@
 """What users can ask of the scheduler. Every question about a job checks that it is theirs."""
 
 import asyncio
+import hmac
 import json
+import math
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
-from opentinker.config.job import InteractiveJobConfig, parse_job
-from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError, TooLargeError
-from opentinker.scheduler.auth import new_api_key, policy_token
+from opentinker.config.job import InteractiveJobConfig, JobConfig, parse_job
+from opentinker.errors import (
+    ConfigError,
+    ConflictError,
+    InvalidRequestError,
+    JobFailedError,
+    NotFoundError,
+    ServerLostError,
+    TooLargeError,
+    UnavailableError,
+)
+from opentinker.scheduler.auth import new_api_key, policy_token, unauthenticated
+from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.driver import LOG_NAME
+from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
+from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
 from opentinker.scheduler.quotas import check_quota, policy_of
 from opentinker.scheduler.reconciler import Reconciler
@@ -32,6 +46,9 @@ MAX_WAIT_S = 60.0
 RELEASE_WAIT_S = 15.0
 """How long `cancel` and `complete` wait for the job's processes to be gone before they answer."""
 SHUTDOWN_S = 30.0
+GPU_USE_FRESH_S = 1.0
+NAME_LENGTH = 200
+"""What the store has room for."""
 
 
 class SchedulerService:
@@ -56,6 +73,9 @@ class SchedulerService:
         self._closing = False
         self._reconciler = Reconciler(store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady)
         self.users = UserDirectory(store, secret, now, steady)
+        self._reading_gpus = asyncio.Lock()
+        self._gpu_use_read: dict[str, list[GpuUse]] = {}
+        self._gpu_use_until = -math.inf
 
     def create_key(self) -> None:
         """Make sure that the key in the state folder's file is valid, whichever of file and store is new."""
@@ -114,7 +134,7 @@ class SchedulerService:
             job = Job(
                 id=job_id,
                 owner=owner,
-                name=parsed.name or job_id,
+                name=(parsed.name or _default_name(parsed))[:NAME_LENGTH],
                 kind=parsed.kind,
                 state=JobState.QUEUED,
                 config=resolved,
@@ -138,11 +158,21 @@ class SchedulerService:
         self._reconciler.wake()
         return self._view(job)
 
-    async def jobs(self, owner: str) -> list[dict[str, Any]]:
-        """Newest first, without tokens."""
+    async def jobs(self, owner: str, query: JobQuery = FIRST_PAGE) -> dict[str, Any]:
+        """{"jobs", "next"}: a page, newest first, without tokens; `next` is the cursor of the page after it, or None.
+
+        Raises:
+            InvalidRequestError: the cursor is not of these jobs.
+        """
+        whose = None if owner == EVERYONE else owner
+        if query.cursor is not None:
+            at = self._store.job(query.cursor)
+            if at is None or whose not in (None, at.owner):
+                raise InvalidRequestError("the cursor is not one of this list's", hint="take it from an earlier page's `next`")
+        jobs = self._store.jobs(whose, query)
         hosts = self._hosts()
-        jobs = self._store.jobs(None if owner == EVERYONE else owner)
-        return [self._view(job, hosts, with_token=False) for job in jobs]
+        page = [self._view(job, hosts, with_token=False) for job in jobs[: query.limit]]
+        return {"jobs": page, "next": page[-1]["id"] if len(jobs) > query.limit else None}
 
     async def job(self, owner: str, job_id: str, state: str | None = None, wait_s: float = 0.0) -> dict[str, Any]:
         """The job; with `state`, as soon as its state differs from it, at the latest after `wait_s` (at most 60).
@@ -205,14 +235,60 @@ class SchedulerService:
         )
         return {"rows": parse_rows(data), "next": offset, "finished": at_end and self._quiet(job)}
 
-    async def cluster(self) -> dict[str, Any]:
-        """{"nodes": [{"id", "name", "gpus", "free_gpus", "cpu_slots", "free_cpu_slots"}], "queued", "running"}."""
+    async def cluster(self, owner: str) -> dict[str, Any]:
+        """See `cluster_view`. Of others' jobs only administrators see more than the owner and the amounts."""
         nodes = await self._launcher.nodes()
+        use = await self._gpu_use(nodes)
+        servers = self._store.open_servers()
+        queue = self._store.jobs(None, JobQuery(state=[JobState.QUEUED], limit=QUEUE_SHOWN), oldest_first=True)
+        held = [(server, [job for p in policies if (job := self._store.job(p.job_id))]) for server, policies in servers]
+        all_seen = owner == EVERYONE
+        return cluster_view(
+            nodes,
+            held,
+            queue[:QUEUE_SHOWN],
+            self._store.counts(),
+            use,
+            self._reconciler.waiting_for,
+            lambda job: all_seen or job.owner == owner,
+        )
+
+    async def exposition(self) -> str:
+        """The scheduler's figures for Prometheus."""
+        nodes = await self._launcher.nodes()
+        use = await self._gpu_use(nodes)
         held = [Allocation(s.node_id, Demand(s.gpus, s.cpu_slots)) for s, _ in self._store.open_servers()]
-        free = free_on(nodes, held)
-        live = self._store.live_jobs()
-        queued = sum(job.state is JobState.QUEUED for job in live)
-        return {"nodes": [_node_view(node, free[node.id]) for node in nodes], "queued": queued, "running": len(live) - queued}
+        return self._reconciler.metrics.exposition(self._store.counts(), nodes, free_on(nodes, held), use)
+
+    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
+        """{"endpoint", "token"} of a job's server, for the proxy. The caller shows that the job is theirs by being its owner or
+        by its policy's token.
+
+        Raises:
+            AuthenticationError: a token, and not this job's.
+            NotFoundError: no such job of this owner.
+            UnavailableError: the server is not up yet.
+            ServerLostError, JobFailedError: the job has ended.
+        """
+        job = self._store.job(job_id)
+        policy = next(iter(self._store.policies(job_id)), None)
+        if owner is None:
+            right = "" if policy is None else policy_token(self._secret, policy.id)
+            if not token or not hmac.compare_digest(token.encode("utf-8", "replace"), right.encode()):
+                raise unauthenticated()
+        elif job is None or job.owner != owner:
+            raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
+        assert job is not None
+        if job.state.ended:
+            kind = ServerLostError if job.state is JobState.FAILED else JobFailedError
+            raise kind(f"job {job_id} is {job.state}{': ' if job.cause else ''}{job.cause}", hint="its server is gone")
+        server = None if policy is None else self._store.server(policy.server_id)
+        if policy is None or server is None or not server.endpoint:
+            why = self._reconciler.waiting_for(job)
+            raise UnavailableError(
+                f"job {job_id} is {job.state}: it has no server yet", hint=f"it waits for {why}" if why else ""
+            )
+        return {"endpoint": server.endpoint, "token": policy_token(self._secret, policy.id)}
 
     async def shutdown(self) -> bool:
         """Cancel all jobs and wait for their processes to be gone; whether they are."""
@@ -233,6 +309,16 @@ class SchedulerService:
         while not self._reconciler.released(job.id) and (left := deadline - clock()) > 0:
             await self._reconciler.wait_change(left)
         return self._view(self._owned(owner, job.id))
+
+    async def _gpu_use(self, nodes: Sequence[Node]) -> dict[str, list[GpuUse]]:
+        """Read at most once a second, however many ask."""
+        if not any(node.gpus for node in nodes):
+            return {}
+        async with self._reading_gpus:
+            if time.monotonic() >= self._gpu_use_until:
+                self._gpu_use_read = await self._launcher.gpu_use()
+                self._gpu_use_until = time.monotonic() + GPU_USE_FRESH_S
+            return self._gpu_use_read
 
     def _owned(self, owner: str, job_id: str) -> Job:
         job = self._store.job(job_id)
@@ -256,6 +342,7 @@ class SchedulerService:
         server = None
         if host is not None and host[0].endpoint:
             server = _server_view(*host)
+            server["proxy"] = f"/v1/jobs/{job.id}/server"
             if with_token and not job.state.ended:
                 server["token"] = policy_token(self._secret, host[1].id)
         return {
@@ -302,15 +389,11 @@ def _server_view(server: Server, policy: Policy) -> dict[str, Any]:
     }
 
 
-def _node_view(node: Node, free: Demand) -> dict[str, Any]:
-    return {
-        "id": node.id,
-        "name": node.name,
-        "gpus": node.gpus,
-        "free_gpus": free.gpus,
-        "cpu_slots": node.cpu_slots,
-        "free_cpu_slots": free.cpu_slots,
-    }
+def _default_name(config: JobConfig) -> str:
+    """What a job is called whose user gave it no name: by what it trains on, or else by its model."""
+    if isinstance(config, InteractiveJobConfig):
+        return PurePath(config.base_model).name or config.base_model
+    return config.environment.name.rpartition(":")[2]
 
 
 def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:

@@ -9,6 +9,7 @@ from sqlalchemy import URL, Connection, Engine, Select, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from opentinker.scheduler.database import WriterLock, connect, migrate, translated, writing
+from opentinker.scheduler.listing import FIRST_PAGE, LIVE, JobQuery
 from opentinker.scheduler.records import ApiKey, AuditEvent, Event, Job, LiveJob, PastUse, Policy, Record, Server, User
 from opentinker.scheduler.schema import KEYS, TABLES
 from opentinker.scheduler.schema import api_keys as _api_keys
@@ -21,7 +22,6 @@ from opentinker.scheduler.schema import users as _users
 from opentinker.scheduler.states import JobState, ServerState
 
 R = TypeVar("R", Job, Server, Policy, Event, User, ApiKey, AuditEvent)
-ENDED = tuple(state for state in JobState if state.ended)
 
 
 class JobStore(Protocol):
@@ -42,8 +42,13 @@ class JobStore(Protocol):
 
     def job_by_key(self, owner: str, idempotency_key: str) -> Job | None: ...
 
-    def jobs(self, owner: str | None) -> list[Job]:
-        """Newest first; None means everybody's."""
+    def jobs(self, owner: str | None, query: JobQuery = FIRST_PAGE, *, oldest_first: bool = False) -> list[Job]:
+        """The page that the query asks for, newest first, and one job more if there is a next page. `owner` None is everybody;
+        the query's own `owner` is not looked at."""
+        ...
+
+    def counts(self) -> dict[JobState, int]:
+        """How many jobs are in each state that has any."""
         ...
 
     def live_jobs(self) -> list[Job]:
@@ -157,16 +162,32 @@ class SqlStore:
     def job_by_key(self, owner: str, idempotency_key: str) -> Job | None:
         return self._first(Job, select(_jobs).where(_jobs.c.owner == owner, _jobs.c.idempotency_key == idempotency_key))
 
-    def jobs(self, owner: str | None) -> list[Job]:
-        query = select(_jobs).order_by(_jobs.c.row.desc())
-        return self._all(Job, query if owner is None else query.where(_jobs.c.owner == owner))
+    def jobs(self, owner: str | None, query: JobQuery = FIRST_PAGE, *, oldest_first: bool = False) -> list[Job]:
+        chosen = select(_jobs).order_by(_jobs.c.row if oldest_first else _jobs.c.row.desc()).limit(query.limit + 1)
+        if owner is not None:
+            chosen = chosen.where(_jobs.c.owner == owner)
+        if query.state:
+            chosen = chosen.where(_jobs.c.state.in_(query.state))
+        if query.kind is not None:
+            chosen = chosen.where(_jobs.c.kind == query.kind)
+        if query.name is not None:
+            chosen = chosen.where(_jobs.c.name.icontains(query.name, autoescape=True))
+        if query.cursor is not None:
+            at = select(_jobs.c.row).where(_jobs.c.id == query.cursor).scalar_subquery()
+            chosen = chosen.where(_jobs.c.row > at if oldest_first else _jobs.c.row < at)
+        return self._all(Job, chosen)
+
+    def counts(self) -> dict[JobState, int]:
+        with self._engine.connect() as connection:
+            rows = connection.execute(select(_jobs.c.state, func.count()).group_by(_jobs.c.state)).all()
+        return {row[0]: row[1] for row in rows}
 
     def live_jobs(self) -> list[Job]:
-        return self._all(Job, select(_jobs).where(_jobs.c.state.not_in(ENDED)).order_by(_jobs.c.row))
+        return self._all(Job, select(_jobs).where(_jobs.c.state.in_(LIVE)).order_by(_jobs.c.row))
 
     def live_queue(self) -> list[LiveJob]:
         columns = [_jobs.c[field.name] for field in fields(LiveJob)]
-        query = select(*columns).where(_jobs.c.state.not_in(ENDED)).order_by(_jobs.c.row)
+        query = select(*columns).where(_jobs.c.state.in_(LIVE)).order_by(_jobs.c.row)
         with self._engine.connect() as connection:
             return [LiveJob(*row) for row in connection.execute(query)]
 

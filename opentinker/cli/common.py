@@ -1,6 +1,7 @@
 """What the commands share: options, the connection to a cluster, and how errors look."""
 
 import getpass
+import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from opentinker.client.local import API_KEY_VARIABLE, STATE_DIR, find_cluster
@@ -35,6 +37,10 @@ KeyOption = Annotated[
 StateDirOption = Annotated[Path, typer.Option("--state-dir", help="Where the cluster on this machine keeps its state.")]
 DEFAULT_STATE_DIR = STATE_DIR
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+JsonOption = Annotated[bool, typer.Option("--json", help="For programs: one JSON document, or one per line.")]
+JobsArgument = Annotated[
+    list[str], typer.Argument(metavar="JOB_ID...", help="Jobs' ids, as `opentinker ps` shows them.", show_default=False)
+]
 JobArgument = Annotated[str, typer.Argument(help="The job's id, as `opentinker ps` shows it.", show_default=False)]
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML file with the job's config.", show_default=False)]
 OverridesArgument = Annotated[
@@ -126,15 +132,45 @@ def _handled(numbers: Sequence[int], handler: Any) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
+def print_json(document: Any) -> None:
+    """One line of JSON on stdout, at once."""
+    print(json.dumps(document, allow_nan=False), flush=True)
+
+
+def without_token(job: dict[str, Any]) -> dict[str, Any]:
+    """The job as it may be shown: a terminal's history is no place for its policy's token."""
+    server = job.get("server")
+    return {**job, "server": {k: v for k, v in server.items() if k != "token"}} if server else job
+
+
 def ago(then: float | None, now: float) -> str:
     """How long since a Unix time, for people."""
     if then is None:
         return "-"
-    seconds = max(0.0, now - then)
+    return duration(now - then)
+
+
+def duration(seconds: float) -> str:
+    """A length of time, for people."""
+    seconds = max(0.0, seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def amount(gpus: float, cpu_slots: int) -> str:
+    """What a job holds or needs, for people."""
+    parts = [f"{gpus:g} GPU{'' if gpus <= 1 else 's'}"] if gpus else []
+    return " + ".join(parts + ([f"{cpu_slots} slot{'' if cpu_slots == 1 else 's'}"] if cpu_slots else [])) or "-"
+
+
+def plain_table(*columns: tuple[str, dict[str, Any]]) -> Table:
+    """A table of (heading, options) without lines; cells are cut rather than wrapped unless a column says otherwise."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
+    for heading, options in columns:
+        table.add_column(heading, **{"no_wrap": True, "overflow": "ellipsis", **options})
+    return table
 
 
 STATE_STYLE: dict[str, str] = {

@@ -9,41 +9,68 @@ from rich.text import Text
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
     JobArgument,
+    JsonOption,
     KeyOption,
     StateDirOption,
     UrlOption,
+    ago,
     connected,
+    duration,
     out,
+    print_json,
     state_text,
+    without_token,
 )
+from opentinker.cli.events import event_line
 
 
 def describe(
-    job_id: JobArgument, url: UrlOption = None, key: KeyOption = None, state_dir: StateDirOption = DEFAULT_STATE_DIR
+    job_id: JobArgument,
+    as_json: JsonOption = False,
+    url: UrlOption = None,
+    key: KeyOption = None,
+    state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Show a job's state, cause, server, events and resolved config. The policy's token is not shown."""
+    """Show a job's state, why it waits or ended, its server, events and resolved config. Its policy's token is not shown.
+
+    --json prints the job as one document, with its events.
+    """
     with connected(url, key, state_dir) as client:
-        job, events = client.job(job_id), client.events(job_id)
-    out.print(Text.assemble((job["id"], "bold"), "  ", state_text(job), f"  {job['kind']}  {job['name']}"))
+        job, events = without_token(client.job(job_id)), client.events(job_id)
+    if as_json:
+        print_json({**job, "events": events})
+        return
+    out.print(Text.assemble((job["id"], "bold"), "  ", state_text(job), f"  {job['kind']}  {job['name']}"), soft_wrap=True)
     if job["cause"]:
         out.print(Text(f"cause: {job['cause']}", "red"), soft_wrap=True)
     if job["waiting_for"]:
-        out.print(Text(f"waiting for {job['waiting_for']}"), soft_wrap=True)
+        out.print(Text(f"waits for: {job['waiting_for']}", "yellow"), soft_wrap=True)
+    out.print(Text(f"owner: {job['owner']}"))
+    out.print(Text(times(job, time.time())), soft_wrap=True)
     out.print(Text(f"run folder: {job['run_dir']}"), soft_wrap=True)
-    _section("events", "\n".join(f"{_clock(e['at'])}  {e['kind']}  {e['detail']}".rstrip() for e in events))
+    _section("events", Text("\n").join(event_line(event) for event in events))
     if job["server"]:
-        _section("server", _yaml({k: v for k, v in job["server"].items() if k != "token"}))
-    _section("config", _yaml(job["config"]))
+        _section("server", Text(_yaml(job["server"])))
+    _section("config", Text(_yaml(job["config"])))
 
 
-def _section(title: str, body: str) -> None:
+def times(job: dict[str, Any], now: float) -> str:
+    """When it was submitted, and how long it waited and ran."""
+    words = [f"submitted {ago(job['created_at'], now)} ago"]
+    started, ended = job["started_at"], job["ended_at"]
+    if started is not None:
+        words.append(f"was running after {duration(started - job['created_at'])}")
+        words.append(f"ran {duration((ended or now) - started)}" if ended else f"has been for {duration(now - started)}")
+    if ended is not None:
+        words.append(f"ended {ago(ended, now)} ago")
+    return ", ".join(words)
+
+
+def _section(title: str, body: Text) -> None:
     out.print(Text(f"\n{title}", "bold"))
-    out.print(Text(body.rstrip()), soft_wrap=True)
+    body.rstrip()
+    out.print(body, soft_wrap=True)
 
 
 def _yaml(value: dict[str, Any]) -> str:
     return yaml.safe_dump(value, sort_keys=False)
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from opentinker.cli.patience import Patience
 from opentinker.client.client import ENDED
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.errors import JobFailedError
@@ -18,9 +19,11 @@ def follow(client: SchedulerClient, job_id: str, progress: Progress) -> dict[str
         JobFailedError: it FAILED or was CANCELLED.
     """
     after = 0
+    patience = Patience()
     while True:
-        job = client.job(job_id)  # before the rows: a job that has ended writes no more of them
-        answer = client.metrics(job_id, after=after)
+        job = patience.ask(lambda: client.job(job_id))  # before the rows: a job that has ended writes no more of them
+        at = after
+        answer = patience.ask(lambda: client.metrics(job_id, after=at))  # noqa: B023
         after = answer["next"]
         for row in answer["rows"]:
             progress(row)

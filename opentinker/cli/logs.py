@@ -1,31 +1,70 @@
-"""`opentinker logs`: what a job's processes wrote."""
+"""`opentinker logs`: what a job's driver and environment printed."""
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from opentinker.cli.common import DEFAULT_STATE_DIR, JobArgument, KeyOption, StateDirOption, UrlOption, connected, out
+from opentinker.cli.common import (
+    DEFAULT_STATE_DIR,
+    JobArgument,
+    JsonOption,
+    KeyOption,
+    StateDirOption,
+    UrlOption,
+    connected,
+    err,
+    out,
+    print_json,
+)
+from opentinker.cli.patience import Patience
+from opentinker.client.scheduler import SchedulerClient
 
 POLL_S = 0.5
 
 
 def logs(
     job_id: JobArgument,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,
+    as_json: JsonOption = False,
     url: UrlOption = None,
     key: KeyOption = None,
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Print a job's logs."""
-    offset = 0
+    """Print a job's log, also of one that has ended. --json prints lines of {"text", "offset"}.
+
+    With --follow it survives a restart of the scheduler: it reconnects for up to two minutes and goes on where it was.
+    """
+    patience = Patience()
     with connected(url, key, state_dir) as client:
-        while True:
-            answer = client.logs(job_id, offset=offset)
-            out.out(answer["text"], end="", highlight=False)
-            more = answer["offset"] > offset
-            offset = answer["offset"]
-            if not more and (answer["finished"] or not follow):
-                return
-            if not more:
-                time.sleep(POLL_S)
+        job = patience.ask(lambda: client.job(job_id))
+        _explain(job, follow)
+        _print(client, patience, job_id, follow, as_json)
+        if follow:
+            job = patience.ask(lambda: client.job(job_id))
+            err.print(f"{job_id} {job['state']}" + (f": {job['cause']}" if job["cause"] else ""), soft_wrap=True, markup=False)
+
+
+def _print(client: SchedulerClient, patience: Patience, job_id: str, follow: bool, as_json: bool) -> None:
+    offset = 0
+    while True:
+        at = offset
+        answer = patience.ask(lambda: client.logs(job_id, offset=at))  # noqa: B023
+        offset = answer["offset"]
+        if offset > at:
+            if as_json:
+                print_json({"text": answer["text"], "offset": offset})
+            else:
+                out.out(answer["text"], end="", highlight=False)
+        elif answer["finished"] or not follow:
+            return
+        else:
+            time.sleep(POLL_S)
+
+
+def _explain(job: dict[str, Any], follow: bool) -> None:
+    """Why there may be nothing to see."""
+    if job["lease_s"] is not None:
+        err.print(f"{job['id']} is driven by a process of yours: what it prints is there, not here", markup=False)
+    elif job["waiting_for"] and follow:
+        err.print(f"{job['id']} is {job['state']}: waiting for {job['waiting_for']}", soft_wrap=True, markup=False)

@@ -21,6 +21,7 @@ from opentinker.cli.common import (
 )
 from opentinker.client.client import Client
 from opentinker.client.local import find_cluster
+from opentinker.client.reach import Connect
 from opentinker.training.progress import Progress
 from opentinker.training.run import checked_environment, run_rl_job
 
@@ -29,6 +30,9 @@ def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     runs_dir: Annotated[Path, typer.Option(help="Where to write the run.")] = Path("runs"),
+    connect: Annotated[
+        Connect, typer.Option(help="The way to the job's server; 'auto' is direct where that answers.")
+    ] = "auto",
     url: UrlOption = None,
     key: KeyOption = None,
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
@@ -44,7 +48,7 @@ def train(
     code_dir = file.parent if file else None
     checked_environment(job, code_dir)
     address, api_key = find_cluster(url, read_key(key), state_dir)
-    with signals_as_interrupt(), Client(address, api_key) as client:
+    with signals_as_interrupt(), Client(address, api_key, connect=connect) as client:
         err.print("waiting for a server")
         with client.create_job(
             job.base_model,

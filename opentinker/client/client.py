@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 from opentinker.client.local import find_cluster
 from opentinker.client.policy import PolicyClient
+from opentinker.client.reach import Connect, choose_endpoint
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.client.sync import SyncRunner
 from opentinker.config.job import EngineConfig, InteractiveJobConfig, LoraConfig, Resources, Scheduling, TrainerConfig
@@ -35,8 +36,11 @@ _SUSPICIOUS = (UnavailableError, DeadlineError, ServerLostError, NotFoundError, 
 class Client:
     """A connection to a cluster. Leaving the `with` ends the jobs that it created and that still run."""
 
-    def __init__(self, url: str | None = None, api_key: str | None = None, *, timeout_s: float = 30.0) -> None:
-        """`url` and `api_key` default to the cluster on this machine (see `find_cluster`).
+    def __init__(
+        self, url: str | None = None, api_key: str | None = None, *, timeout_s: float = 30.0, connect: Connect = "auto"
+    ) -> None:
+        """`url` and `api_key` default to the cluster on this machine (see `find_cluster`). `connect` is the way to job servers:
+        'direct' to their own addresses, by 'proxy' through the cluster's, or 'auto': direct where that answers.
 
         Raises:
             UnavailableError: no url is given and no cluster runs here.
@@ -44,6 +48,7 @@ class Client:
         """
         url, key = find_cluster(url, api_key)
         self.scheduler = SchedulerClient(url, key, timeout_s=timeout_s)
+        self._connect: Connect = connect
         self._jobs: list[Job] = []
 
     def create_job(
@@ -76,7 +81,7 @@ class Client:
             name=name,
             seed=seed,
         )
-        job = Job(self.scheduler, config, self.scheduler.submit(config.model_dump(mode="json")))
+        job = Job(self.scheduler, config, self.scheduler.submit(config.model_dump(mode="json")), connect=self._connect)
         self._jobs.append(job)
         try:
             job.wait_until_running(start_timeout_s)
@@ -103,11 +108,20 @@ class Job:
     A thread renews the lease; when the process dies, the lease expires and the cluster takes the server back.
     """
 
-    def __init__(self, scheduler: SchedulerClient, config: InteractiveJobConfig, record: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        scheduler: SchedulerClient,
+        config: InteractiveJobConfig,
+        record: dict[str, Any],
+        *,
+        connect: Connect = "auto",
+    ) -> None:
         self.config = config
         self.id: str = record["id"]
         self._scheduler = scheduler
         self._record = record
+        self._connect: Connect = connect
+        self._endpoints: dict[str, str] = {}
         self._sync = SyncRunner()
         self._policy: PolicyClient | None = None
         self._closed = threading.Event()
@@ -126,8 +140,11 @@ class Job:
 
     @property
     def server(self) -> dict[str, str]:
-        """Where the policy is: endpoint, policy, token."""
-        return {name: self._record["server"][name] for name in ("endpoint", "policy", "token")}
+        """Where the policy is: endpoint, policy, token. The endpoint is the way that was found when the job started."""
+        server = self._record["server"]
+        if server["endpoint"] not in self._endpoints:
+            self._endpoints[server["endpoint"]] = choose_endpoint(server, self._scheduler.url, self._connect)
+        return {"endpoint": self._endpoints[server["endpoint"]], "policy": server["policy"], "token": server["token"]}
 
     def wait_until_running(self, timeout_s: float) -> None:
         """Raises: JobFailedError, DeadlineError."""
@@ -141,6 +158,7 @@ class Job:
                 )
             self._saw(self._scheduler.job(self.id, wait_s=min(left, 20.0), state=self.state))
             self._raise_if_ended(JobFailedError)
+        _ = self.server  # the way there is looked for now, not within somebody's event loop
 
     def run(self, work: Callable[[PolicyClient], Awaitable[T]]) -> T:
         """Run async work on the job's policy from synchronous code, on the job's event loop.

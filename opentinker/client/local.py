@@ -11,7 +11,7 @@ from opentinker.errors import AuthenticationError, UnavailableError
 STATE_DIR = Path("~/.opentinker").expanduser()
 """Default folder of the embedded cluster's state."""
 API_KEY_VARIABLE = "OPENTINKER_API_KEY"
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1", "0.0.0.0"})
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LocalCluster:
         After its death the same address may lead elsewhere, such as through a tunnel.
         """
         mine, theirs = urlsplit(self.url), urlsplit(url)
-        same_host = mine.hostname == theirs.hostname or {mine.hostname, theirs.hostname} <= _LOOPBACK
+        same_host = mine.hostname == theirs.hostname or {mine.hostname, theirs.hostname} <= LOOPBACK
         return same_host and mine.port == theirs.port and _is_alive(self.pid)
 
 

@@ -5,7 +5,8 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
@@ -14,6 +15,8 @@ import httpx
 from opentinker.errors import AuthenticationError, DeadlineError, OpenTinkerError, UnavailableError, from_problem
 
 ATTEMPTS = 4
+PAGE = 100
+"""Jobs in one request."""
 _TRANSIENT = frozenset({429, 502, 503, 504})
 
 
@@ -40,10 +43,28 @@ class SchedulerClient:
             body["code"] = {"zip": base64.b64encode(code).decode(), "sha256": hashlib.sha256(code).hexdigest()}
         return self._call("POST", "/v1/jobs", json=body)
 
-    def jobs(self) -> list[dict[str, Any]]:
-        """All jobs of this key, newest first."""
-        jobs: list[dict[str, Any]] = self._call("GET", "/v1/jobs")["jobs"]
-        return jobs
+    def jobs(
+        self,
+        *,
+        states: Sequence[str] = (),
+        kind: str | None = None,
+        name: str | None = None,
+        owner: str | None = None,
+        limit: int | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Jobs, newest first: this key's, or those of `owner` ('*' = everybody), which administrators may ask for. `name` is a
+        part of their names. The first page is fetched now, further ones when they are needed."""
+        filters = {"state": list(states), "kind": kind, "name": name, "owner": owner}
+        chosen: dict[str, Any] = {key: value for key, value in filters.items() if value}
+        size = PAGE if limit is None else max(1, min(PAGE, limit))
+        first = self._call("GET", "/v1/jobs", params={**chosen, "limit": size})
+        return islice(self._pages(first, chosen), limit)
+
+    def _pages(self, page: dict[str, Any], filters: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from page["jobs"]
+        while page["next"] is not None:
+            page = self._call("GET", "/v1/jobs", params={**filters, "limit": PAGE, "cursor": page["next"]})
+            yield from page["jobs"]
 
     def job(self, job_id: str, *, wait_s: float = 0.0, state: str | None = None) -> dict[str, Any]:
         """A job; with `state`, waits up to `wait_s` until its state differs from it."""

@@ -50,6 +50,26 @@ def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> set[str]:
     return {name for m in models for name in m.model_fields}
 
 
+def _paths_to(model: type[BaseModel], name: str, prefix: str = "") -> list[str]:
+    """Every dotted path in `model` that ends in the key `name`, the shortest first."""
+    found = []
+    for field, info in model.model_fields.items():
+        if field == name:
+            found.append(prefix + field)
+        for child in models_of(info.annotation):
+            found += _paths_to(child, name, f"{prefix}{field}.")
+    return sorted(dict.fromkeys(found), key=lambda path: path.count("."))
+
+
+def _suggestion(model: type[BaseModel], path: tuple[Any, ...]) -> str:
+    """For an unknown key: where a key of that name is, or else the nearest name where it was looked for."""
+    name, known = str(path[-1]), _fields_at(model, path[:-1])
+    elsewhere = _paths_to(model, name)
+    if elsewhere and not difflib.get_close_matches(name, known, n=1, cutoff=0.85):
+        return "did you mean " + " or ".join(f"'{p}'" for p in elsewhere[:3]) + "?"
+    return nearest(name, known)
+
+
 def parse_config(model: type[C], values: Mapping[str, Any]) -> C:
     """Validate `values`.
 
@@ -65,7 +85,7 @@ def parse_config(model: type[C], values: Mapping[str, Any]) -> C:
             where = ".".join(str(part) for part in path) or "config"
             if item["type"] == "extra_forbidden":
                 lines.append(f"unknown key '{where}'")
-                hints.append(nearest(str(path[-1]), _fields_at(model, path[:-1])))
+                hints.append(_suggestion(model, path))
             else:
                 lines.append(f"{where}: {item['msg']}")
         raise ConfigError("; ".join(lines), hint="; ".join(hints)) from error

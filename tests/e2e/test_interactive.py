@@ -94,6 +94,15 @@ def test_the_ten_lines_train_save_and_release(cluster: Cluster, create_job, make
     wait_until(lambda: slots_in_use(cluster) == 0, 20, "the job's slot is free")
 
 
+def test_a_client_that_reaches_the_scheduler_only_trains_through_it(cluster: Cluster, create_job, make_trainer) -> None:
+    with ot.Client(cluster.url, cluster.key, connect="proxy") as client, create_job(client) as job:
+        assert job.server["endpoint"].startswith(cluster.url)
+        assert make_trainer(job, Echo).fit(steps=1)["steps"] == 1
+        assert any(Path(job.save("by-proxy")["path"]).iterdir())
+    assert job.state == "COMPLETED"
+    wait_until(lambda: slots_in_use(cluster) == 0, 20, "the job's slot is free")
+
+
 def test_a_server_that_dies_raises_a_typed_error_with_the_cause(cluster: Cluster, create_job, make_trainer) -> None:
     with (  # noqa: PT012
         pytest.raises(ot.ServerLostError) as caught,

@@ -57,7 +57,11 @@ class Site:
             time.sleep(0.05)
 
     def jobs(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.ask("GET", "/v1/jobs")["jobs"]
+        page = self.ask("GET", "/v1/jobs?limit=500")
+        found: list[dict[str, Any]] = page["jobs"]
+        while page["next"] is not None:
+            page = self.ask("GET", f"/v1/jobs?limit=500&cursor={page['next']}")
+            found += page["jobs"]
         return found
 
     def keep_busy(self) -> None:

@@ -26,6 +26,7 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.scheduler.api import create_app
+from opentinker.scheduler.listing import JobQuery
 from opentinker.scheduler.records import Scope
 from opentinker.scheduler.users import Caller
 
@@ -45,6 +46,9 @@ class Memory:
         self.lease_s = 0.3
         self.code: dict[str, str] | None = None
         self.fail_calls = 0
+        self.proxied = False
+        self.pages = 1
+        self.queries: list[JobQuery] = []
 
     async def authenticate(self, key: str, address: str = "") -> Caller:
         if self.fail_calls:
@@ -52,7 +56,7 @@ class Memory:
             raise UnavailableError("restarting")
         if key != KEY:
             raise AuthenticationError("the API key is not valid")
-        return Caller("owner", frozenset({Scope.SUBMIT}), address)
+        return Caller("owner", frozenset(Scope), address)
 
     async def submit(self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: Any) -> dict[str, Any]:
         assert idempotency_key
@@ -70,8 +74,13 @@ class Memory:
         }
         return self.job_view
 
-    async def jobs(self, owner: str) -> list[dict[str, Any]]:
-        return [self.job_view]
+    async def jobs(self, owner: str, query: JobQuery) -> dict[str, Any]:
+        self.queries.append(query)
+        at = int(query.cursor or 0)
+        return {"jobs": [{"id": f"job-{at}"}], "next": str(at + 1) if at + 1 < self.pages else None}
+
+    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
+        return {"endpoint": self.endpoint, "token": "t"}
 
     async def job(self, owner: str, job_id: str, state: str | None, wait_s: float) -> dict[str, Any]:
         if job_id != "job-1":
@@ -84,6 +93,8 @@ class Memory:
 
     def move(self, state: str, cause: str = "") -> None:
         server = {"endpoint": self.endpoint, "policy": "policy-1", "token": "t"} if state == "RUNNING" else None
+        if server and self.proxied:
+            server["proxy"] = "/v1/jobs/job-1/server"
         self.job_view = {**self.job_view, "state": state, "cause": cause, "server": server}
 
     async def heartbeat(self, owner: str, job_id: str) -> dict[str, Any]:
@@ -250,3 +261,24 @@ def test_every_call_runs_on_the_same_loop() -> None:
     assert runner.run(loop()) is runner.run(loop())
     runner.close()
     runner.close()
+
+
+def test_a_server_out_of_reach_is_used_through_the_scheduler(url: str, memory: Memory) -> None:
+    memory.proxied = True
+    with Client(url, KEY) as client, client.create_job(base_model="m") as job:
+        assert job.server["endpoint"] == f"{url}/v1/jobs/job-1/server"
+    with Client(url, KEY, connect="direct") as client, client.create_job(base_model="m") as job:
+        assert job.server["endpoint"] == memory.endpoint
+
+
+def test_a_list_goes_on_page_by_page_and_only_as_far_as_it_is_read(url: str, memory: Memory) -> None:
+    memory.pages = 5
+    client = SchedulerClient(url, KEY)
+    assert [job["id"] for job in client.jobs(limit=2)] == ["job-0", "job-1"]
+    assert len(memory.queries) == 2
+    assert len(list(client.jobs())) == 5
+    memory.queries.clear()
+    first = next(client.jobs(states=["RUNNING", "QUEUED"], name="a b", kind="rl", owner="*"))
+    assert first["id"] == "job-0"
+    [query] = memory.queries
+    assert (query.state, query.name, query.kind, query.owner) == (["RUNNING", "QUEUED"], "a b", "rl", "*")

@@ -20,6 +20,11 @@ MINIMAL = {"base_model": "m", "environment": {"name": "arithmetic"}}
         ("lora.rnk=4", "lora.rnk", "rank"),
         ("algorithm.groop_size=4", "algorithm.groop_size", "group_size"),
         ("rollout.max_turn=4", "rollout.max_turn", "max_turns"),
+        ("training.minibatches=4", "training.minibatches", "did you mean 'algorithm.minibatches'?"),
+        ("learning_rate=1", "learning_rate", "did you mean 'training.optimizer.learning_rate'?"),
+        ("training.learning_rate=1", "training.learning_rate", "did you mean 'training.optimizer.learning_rate'?"),
+        ("temperature=1", "temperature", "did you mean 'sampling.temperature' or 'evaluation.temperature'?"),
+        ("resources.gpu=1", "resources.gpu", "did you mean 'gpus'?"),
     ],
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest_one(override: str, key: str, suggestion: str) -> None:

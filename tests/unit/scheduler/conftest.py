@@ -10,6 +10,7 @@ import pytest
 
 from opentinker.errors import EngineError, UnknownModelError
 from opentinker.scheduler.auth import new_server_secret
+from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
@@ -45,17 +46,22 @@ class LocalLauncher:
         self.faults: dict[str, str] = {}
         self.ends: dict[str, asyncio.Future[DriverOutcome]] = {}
         self.unkillable: list[int] = []
+        self.use: dict[str, list[GpuUse]] = {}
+        self.endpoint = "http://127.0.0.1:1"
         self.calls: list[str] = []
 
     async def nodes(self) -> list[Node]:
         return self.cluster
+
+    async def gpu_use(self) -> dict[str, list[GpuUse]]:
+        return self.use
 
     async def launch(self, spec: ServerSpec) -> Launched:
         self.servers[spec.server_id] = spec
         await self.may_start.wait()
         if spec.config["base_model"] == "broken":
             raise EngineError("the model does not fit")
-        return Launched("http://127.0.0.1:1", os.getpid(), os.getpid())
+        return Launched(self.endpoint, os.getpid(), os.getpid())
 
     def gpus_of(self, server_id: str) -> tuple[int, ...]:
         return ()
@@ -154,7 +160,7 @@ class World:
         await asyncio.sleep(10 * self.settings.reconcile_s)
 
     async def free_slots(self) -> int:
-        return sum(node["free_cpu_slots"] for node in (await self.service.cluster())["nodes"])
+        return sum(node["free_cpu_slots"] for node in (await self.service.cluster("admin"))["nodes"])
 
     async def until_free(self, slots: int) -> None:
         async with asyncio.timeout(5.0):

@@ -33,7 +33,7 @@ async def test_a_job_gets_a_server_and_complete_takes_it_back(world: Any) -> Non
 
 async def test_a_token_is_shown_neither_in_the_list_nor_after_the_end(world: Any) -> None:
     job = await world.reach(await world.interactive(), "RUNNING")
-    (listed,) = await world.service.jobs("admin")
+    (listed,) = (await world.service.jobs("admin"))["jobs"]
     assert listed["server"]["endpoint"]
     assert "token" not in listed["server"]
     world.launcher.unkillable = [1]
@@ -149,7 +149,7 @@ async def test_bad_submissions_are_refused_and_leave_nothing(world: Any) -> None
         await world.service.submit("admin", {"kind": "interactive", "base_model": "m", "resources": {"gpus": 2}})
     with pytest.raises(InvalidRequestError, match="damaged"):
         await world.interactive(code={"zip": "AAAA", "sha256": "0" * 64})
-    assert await world.service.jobs("admin") == []
+    assert (await world.service.jobs("admin"))["jobs"] == []
     assert not world.settings.runs_dir.exists() or not os.listdir(world.settings.runs_dir)
 
 
@@ -161,7 +161,7 @@ async def test_another_owners_job_does_not_exist(world: Any) -> None:
         with pytest.raises(NotFoundError) as nobodys:
             await getattr(world.service, call)("bob", "job-0000")
         assert str(theirs.value).replace(job["id"], "") == str(nobodys.value).replace("job-0000", "")
-    assert await world.service.jobs("bob") == []
+    assert (await world.service.jobs("bob"))["jobs"] == []
 
 
 async def test_after_a_crash_everything_goes_on(world: Any) -> None:
@@ -260,7 +260,7 @@ async def test_a_short_job_fills_the_gap_before_a_large_one_and_all_are_told_whe
         large["waiting_for"] == f"needs 4 GPUs on one node; largest free block is 1; estimated after {first['id']} (in 12 min)"
     )
     assert endless["waiting_for"].startswith(f"its turn: 1 job ahead in the queue (next: {large['id']})")
-    (node,) = (await world.service.cluster())["nodes"]
+    (node,) = (await world.service.cluster("admin"))["nodes"]
     assert (node["gpus"], node["free_gpus"]) == (4, 1.5)
 
 

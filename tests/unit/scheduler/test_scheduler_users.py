@@ -273,7 +273,7 @@ async def test_a_full_disk_refuses_a_submit_whole_and_the_scheduler_goes_on_when
     with pytest.raises(StorageError, match="cannot be written"):
         await world.service.submit("admin", filler, "k")
     assert sorted(path.name for path in world.settings.runs_dir.iterdir()) == before
-    assert [job["id"] for job in await world.service.jobs("admin")] == [first["id"]]
+    assert [job["id"] for job in (await world.service.jobs("admin"))["jobs"]] == [first["id"]]
     assert (await world.service.heartbeat("admin", first["id"]))["state"] == "RUNNING"
     limit(1_000_000)
     again = await world.service.submit("admin", filler, "k")

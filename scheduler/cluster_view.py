@@ -1,0 +1,85 @@
+"""The cluster at a glance: nodes, who holds what, how busy it is, and who waits. Pure."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from opentinker.scheduler.gpus import GpuUse
+from opentinker.scheduler.placement import Allocation, Demand, Node, free_on
+from opentinker.scheduler.records import Job, Server
+from opentinker.scheduler.states import JobState
+
+QUEUE_SHOWN = 50
+"""Waiting jobs in the view, from the head of the queue."""
+
+
+def cluster_view(
+    nodes: Sequence[Node],
+    servers: Sequence[tuple[Server, Sequence[Job]]],
+    queue: Iterable[Job],
+    counts: Mapping[JobState, int],
+    use: Mapping[str, Sequence[GpuUse]],
+    waiting_for: Callable[[Job], str],
+    sees: Callable[[Job], bool],
+) -> dict[str, Any]:
+    """{"nodes", "queue", "queued", "running"}. `servers` are those that hold something, with their jobs; of a job that the
+    caller does not see (`sees`), only the owner and the amounts are told."""
+    free = free_on(nodes, [Allocation(s.node_id, Demand(s.gpus, s.cpu_slots)) for s, _ in servers])
+    return {
+        "nodes": [
+            _node(node, free[node.id], [s for s in servers if s[0].node_id == node.id], use.get(node.id, ()), sees)
+            for node in nodes
+        ],
+        "queue": [_waiting(job, waiting_for(job), sees(job)) for job in queue],
+        "queued": counts.get(JobState.QUEUED, 0),
+        "running": counts.get(JobState.STARTING, 0) + counts.get(JobState.RUNNING, 0),
+    }
+
+
+def _node(
+    node: Node,
+    free: Demand,
+    servers: Sequence[tuple[Server, Sequence[Job]]],
+    use: Sequence[GpuUse],
+    sees: Callable[[Job], bool],
+) -> dict[str, Any]:
+    return {
+        "id": node.id,
+        "name": node.name,
+        "gpus": node.gpus,
+        "free_gpus": free.gpus,
+        "cpu_slots": node.cpu_slots,
+        "free_cpu_slots": free.cpu_slots,
+        "held": [_held(server, job, sees(job)) for server, jobs in servers for job in jobs],
+        "gpu_use": [asdict(gpu) for gpu in use],
+    }
+
+
+def _held(server: Server, job: Job, seen: bool) -> dict[str, Any]:
+    return {
+        **_who(job, seen),
+        "server_state": server.state,
+        "gpus": server.gpus,
+        "cpu_slots": server.cpu_slots,
+        "since": job.started_at or job.created_at,
+    }
+
+
+def _waiting(job: Job, why: str, seen: bool) -> dict[str, Any]:
+    return {
+        **_who(job, seen),
+        "gpus": job.gpus,
+        "cpu_slots": job.cpu_slots,
+        "since": job.created_at,
+        "waiting_for": why if seen else "",
+    }
+
+
+def _who(job: Job, seen: bool) -> dict[str, Any]:
+    return {
+        "job": job.id if seen else None,
+        "name": job.name if seen else "",
+        "kind": job.kind,
+        "owner": job.owner,
+        "state": job.state,
+    }
