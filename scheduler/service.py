@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -287,6 +288,6 @@ def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:
     if content is not None:
         try:
             unpack(content, run_dir / "code")
-        except Exception:
-            run_dir.rmdir()
+        except BaseException:
+            shutil.rmtree(run_dir, ignore_errors=True)
             raise

@@ -1,7 +1,11 @@
 """The scheduler's promises, with everything real but the servers."""
 
 import asyncio
+import base64
+import hashlib
+import io
 import os
+import zipfile
 from typing import Any
 
 import pytest
@@ -145,8 +149,25 @@ async def test_bad_submissions_are_refused_and_leave_nothing(world: Any) -> None
         await world.service.submit("admin", {"kind": "interactive", "base_model": "m", "resources": {"gpus": 2}})
     with pytest.raises(InvalidRequestError, match="damaged"):
         await world.interactive(code={"zip": "AAAA", "sha256": "0" * 64})
+    with pytest.raises(InvalidRequestError, match="cannot be unpacked"):
+        await world.interactive(code=_code(_with_a_damaged_second_file()))
     assert await world.service.jobs("admin") == []
     assert not world.settings.runs_dir.exists() or not os.listdir(world.settings.runs_dir)
+
+
+def _code(content: bytes) -> dict[str, str]:
+    return {"zip": base64.b64encode(content).decode(), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _with_a_damaged_second_file() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("fine.py", "x = 1\n")
+        start = buffer.tell() + 30 + len("pkg/damaged.py")
+        archive.writestr("pkg/damaged.py", "x = 1\n" * 200)
+    content = bytearray(buffer.getvalue())
+    content[start : start + 4] = b"\xff\xff\xff\xff"
+    return bytes(content)
 
 
 async def test_another_owners_job_does_not_exist(world: Any) -> None:
