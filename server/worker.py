@@ -159,13 +159,16 @@ class Worker:
         if self._state.fault is not None:
             self._drop_running(self._state.fault)
 
-    def _step(self) -> None:
+    def _step(self) -> int:
+        """One step of the engine; how many requests ended with it."""
         try:
             results = self._state.parts.engine.step()
         except Exception as error:
+            ended = len(self._running)
             self._drop_running(_explained(error, EngineError, "the engine failed"))
-        else:
-            self._complete([Completion(r.request_id, self._answer(r)) for r in results])
+            return ended
+        self._complete([Completion(r.request_id, self._answer(r)) for r in results])
+        return len(results)
 
     def _answer(self, result: SampleResult) -> dict[str, Any]:
         work = self._running.pop(result.request_id)
