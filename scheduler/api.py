@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from opentinker.errors import InvalidRequestError, NotFoundError, OpenTinkerError
 from opentinker.scheduler.auth import unauthenticated
+from opentinker.scheduler.run_files import LogSource
 from opentinker.scheduler.uploads import MAX_ZIP_BYTES
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Scheduler(Protocol):
     async def heartbeat(self, owner: str, job_id: str) -> dict[str, Any]: ...
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]: ...
     async def cancel(self, owner: str, job_id: str) -> dict[str, Any]: ...
-    async def logs(self, owner: str, job_id: str, offset: int) -> dict[str, Any]: ...
+    async def logs(self, owner: str, job_id: str, offset: int, source: LogSource | None) -> dict[str, Any]: ...
     async def metrics(self, owner: str, job_id: str, after: int) -> dict[str, Any]: ...
     async def cluster(self) -> dict[str, Any]: ...
 
@@ -94,8 +95,8 @@ def create_app(scheduler: Scheduler) -> FastAPI:
         return await scheduler.cancel(_owner(request), job_id)
 
     @app.get("/v1/jobs/{job_id}/logs")
-    async def logs(request: Request, job_id: str, offset: int = 0) -> dict[str, Any]:
-        return await scheduler.logs(_owner(request), job_id, offset)
+    async def logs(request: Request, job_id: str, offset: int = 0, source: LogSource | None = None) -> dict[str, Any]:
+        return await scheduler.logs(_owner(request), job_id, offset, source)
 
     @app.get("/v1/jobs/{job_id}/metrics")
     async def metrics(request: Request, job_id: str, after: int = 0) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from typing import Any
 from opentinker.config.job import InteractiveJobConfig, parse_job
 from opentinker.errors import ConfigError, ConflictError, NotFoundError
 from opentinker.scheduler.auth import key_digest, new_api_key, owner_of, policy_token
-from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
 from opentinker.scheduler.reconciler import Reconciler
 from opentinker.scheduler.records import ApiKey, Event, Job, Policy, Server
-from opentinker.scheduler.run_files import parse_rows, read_lines
+from opentinker.scheduler.run_files import LogSource, log_path, parse_rows, read_lines
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.states import JobState
@@ -167,12 +166,11 @@ class SchedulerService:
         job = self._owned(owner, job_id)
         return await self._end(owner, job, job.state if job.state.ended else JobState.CANCELLED, "cancelled by its owner")
 
-    async def logs(self, owner: str, job_id: str, offset: int = 0) -> dict[str, Any]:
-        """{"text", "offset", "finished"}: the driver's log from a byte offset on."""
+    async def logs(self, owner: str, job_id: str, offset: int = 0, source: LogSource | None = None) -> dict[str, Any]:
+        """{"text", "offset", "finished"}: a log of the job from a byte offset on; by default what `log_path` finds."""
         job = self._owned(owner, job_id)
-        data, offset, at_end = await asyncio.to_thread(
-            read_lines, Path(job.run_dir) / LOG_NAME, offset, complete=self._quiet(job)
-        )
+        path = log_path(Path(job.run_dir), source, has_driver=job.kind != "interactive", ended=job.state.ended)
+        data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job))
         return {"text": data.decode(errors="replace"), "offset": offset, "finished": at_end and self._quiet(job)}
 
     async def metrics(self, owner: str, job_id: str, after: int = 0) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Worker:
         self._state: State
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
-    def start(self, timeout_s: float = 600.0) -> Parts:
+    def start(self, timeout_s: float) -> Parts:
         """Build, and return what was built when work is accepted.
 
         Raises:
@@ -49,7 +49,7 @@ class Worker:
         """
         self._thread.start()
         if not self._ready.wait(timeout_s):
-            raise DeadlineError(f"the engine and the trainer did not load within {timeout_s:.0f} s")
+            raise DeadlineError(f"the engine and the trainer did not load within {timeout_s:g} s")
         if self._error is not None:
             raise self._error
         return self._state.parts
@@ -104,6 +104,7 @@ class Worker:
         try:
             parts = self._build()
         except BaseException as error:
+            log.exception("the engine and the trainer did not load")
             self._error = error
             self._ready.set()
             return
@@ -194,7 +195,7 @@ def _explained(error: Exception, kind: type[OpenTinkerError], what: str) -> Open
     if isinstance(error, OpenTinkerError):
         return error
     log.error("%s", what, exc_info=error)
-    return kind(f"{what}: {error!r}", hint="the server's log has the traceback")
+    return kind(f"{what}: {error!r}", hint="the server's log has the traceback: `opentinker logs JOB --server`")
 
 
 class InProcessWorker:

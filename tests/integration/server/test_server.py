@@ -40,6 +40,7 @@ PROMPT = [5, 6, 7, 8]
 REWARDED = [11, 12, 13, 14]
 LORA = LoraConfig(rank=8)
 FAST = AdamParams(learning_rate=3e-3)
+START_S = 120.0
 
 
 @dataclass
@@ -94,7 +95,7 @@ async def serving(
         trainer=TrainerConfig(dtype="float32"),
     )
     worker = Worker(lambda: change(load_parts(model_dir, config, lora, checkpoints)))
-    parts = await asyncio.to_thread(worker.start)
+    parts = await asyncio.to_thread(worker.start, START_S)
     listener = Listener(
         create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts)), "127.0.0.1"
     )
@@ -457,7 +458,7 @@ async def test_a_worker_that_cannot_be_built_says_why() -> None:
         raise EngineError("no memory")
 
     with pytest.raises(EngineError, match="no memory"):
-        await asyncio.to_thread(Worker(build).start)
+        await asyncio.to_thread(Worker(build).start, START_S)
 
 
 def test_every_command_that_the_front_admits_can_be_executed() -> None:
