@@ -14,6 +14,7 @@ from opentinker.errors import DeadlineError, OpenTinkerError, UnavailableError
 from opentinker.scheduler.auth import new_server_secret
 from opentinker.scheduler.listing import JobQuery
 from opentinker.scheduler.ray_launcher import NAMESPACE, RayLauncher
+from opentinker.scheduler.run_files import LogSource
 from opentinker.scheduler.service import MAX_WAIT_S, SchedulerService
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
@@ -103,8 +104,8 @@ class RemoteScheduler:
     async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
         return await _answer(self._handle.cancel.remote(owner, job_id, by))
 
-    async def logs(self, owner: str, job_id: str, offset: int) -> dict[str, Any]:
-        return await _answer(self._handle.logs.remote(owner, job_id, offset))
+    async def logs(self, owner: str, job_id: str, offset: int, source: LogSource | None) -> dict[str, Any]:
+        return await _answer(self._handle.logs.remote(owner, job_id, offset, source))
 
     async def metrics(self, owner: str, job_id: str, after: int) -> dict[str, Any]:
         return await _answer(self._handle.metrics.remote(owner, job_id, after))

@@ -18,6 +18,7 @@ from opentinker.scheduler.auth import unauthenticated
 from opentinker.scheduler.listing import JobQuery
 from opentinker.scheduler.metrics import ApiMetrics, Measured
 from opentinker.scheduler.proxy import TOKEN_PREFIX, Proxy, is_proxied
+from opentinker.scheduler.run_files import LogSource
 from opentinker.scheduler.uploads import MAX_ZIP_BYTES
 from opentinker.scheduler.user_api import Users, add_user_routes, caller_of
 from opentinker.scheduler.users import EVERYONE, Caller
@@ -46,7 +47,7 @@ class Scheduler(Protocol):
     async def heartbeat(self, owner: str, job_id: str) -> dict[str, Any]: ...
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]: ...
     async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]: ...
-    async def logs(self, owner: str, job_id: str, offset: int) -> dict[str, Any]: ...
+    async def logs(self, owner: str, job_id: str, offset: int, source: LogSource | None) -> dict[str, Any]: ...
     async def metrics(self, owner: str, job_id: str, after: int) -> dict[str, Any]: ...
     async def cluster(self, owner: str) -> dict[str, Any]: ...
     async def exposition(self) -> str: ...
@@ -134,8 +135,8 @@ def create_app(scheduler: Scheduler) -> FastAPI:
         return JSONResponse(_shown(request, await scheduler.cancel(owner, job_id, caller)))
 
     @app.get("/v1/jobs/{job_id}/logs", response_model=views.Logs)
-    async def logs(request: Request, job_id: str, offset: int = 0) -> JSONResponse:
-        return JSONResponse(await scheduler.logs(_owner(request), job_id, offset))
+    async def logs(request: Request, job_id: str, offset: int = 0, source: LogSource | None = None) -> JSONResponse:
+        return JSONResponse(await scheduler.logs(_owner(request), job_id, offset, source))
 
     @app.get("/v1/jobs/{job_id}/metrics", response_model=views.MetricRows)
     async def metrics(request: Request, job_id: str, after: int = 0) -> JSONResponse:

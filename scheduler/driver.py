@@ -2,16 +2,18 @@
 
 import logging
 import os
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 from opentinker.errors import OpenTinkerError
+from opentinker.logfile import write_to
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.processes import forget_secrets
 
 LOG_NAME = "driver.log"
+SERVER_LOG_NAME = "server.log"
+"""Beside it: what the processes of the job's server print."""
 
 
 class DriverProcess:
@@ -23,19 +25,7 @@ class DriverProcess:
     def __init__(self, job_id: str, run_dir: str) -> None:
         self._outcome: dict[str, str] | None = None
         forget_secrets()
-        log = os.open(Path(run_dir) / LOG_NAME, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
-        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
-            stream.flush()
-            os.dup2(log, descriptor)
-        os.close(log)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        logging.basicConfig(
-            stream=sys.stderr,
-            level=logging.INFO,
-            format=f"%(asctime)s level=%(levelname)s job={job_id} logger=%(name)s %(message)s",
-            force=True,
-        )
+        write_to(Path(run_dir) / LOG_NAME, job=job_id)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, of which a step has hundreds
 
     def describe(self) -> dict[str, Any]:

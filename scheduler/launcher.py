@@ -23,6 +23,8 @@ class ServerSpec:
     lora: dict[str, Any] | None
     seed: int
     checkpoint_root: str
+    log_path: str
+    """The file that the server's processes append their output to."""
 
 
 @dataclass(frozen=True)

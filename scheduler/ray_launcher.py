@@ -144,7 +144,7 @@ class RayLauncher:
                     # Ray would give a process without a CPU demand one thread; these are the slot's share of the cores.
                     runtime_env={"env_vars": {**marker, "OMP_NUM_THREADS": str(threads_for(node, demand))}},
                 )
-                .remote(spec.config, spec.lora, spec.checkpoint_root)
+                .remote(spec.config, spec.lora, spec.checkpoint_root, spec.job_id, spec.log_path)
             )
         if parts.front is None:
             parts.front = (
@@ -156,7 +156,7 @@ class RayLauncher:
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
                     runtime_env={"env_vars": marker},
                 )
-                .remote(parts.worker, {spec.policy_id: spec.token}, self._settings.server_host)
+                .remote(parts.worker, {spec.policy_id: spec.token}, self._settings.server_host, spec.job_id, spec.log_path)
             )
 
     async def _start(self, spec: ServerSpec, parts: _Parts) -> Launched:
@@ -167,7 +167,7 @@ class RayLauncher:
         async def worker_up() -> dict[str, Any]:
             parts.pids["worker"] = int((await parts.worker.describe.remote())["pid"])
             parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
-            info: dict[str, Any] = await parts.worker.start.remote()
+            info: dict[str, Any] = await parts.worker.start.remote(self._settings.start_timeout_s)
             return info
 
         async def front_up() -> str:
@@ -182,7 +182,7 @@ class RayLauncher:
             raise errors.exceptions[0] from errors
         await parts.front.attach.remote(worker.result())
         policy = {"lora": spec.lora, "seed": spec.seed, "checkpoint": None}
-        await parts.front.create_policy.remote(spec.policy_id, policy)
+        await parts.front.create_policy.remote(spec.policy_id, policy, self._settings.start_timeout_s)
         return Launched(front.result(), parts.pids["worker"], parts.pids["front"])
 
     async def _granted(self, group: PlacementGroup, demand: Demand) -> None:

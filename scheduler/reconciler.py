@@ -12,6 +12,7 @@ from typing import Any
 
 from opentinker.config.job import InteractiveJobConfig, parse_job
 from opentinker.errors import OpenTinkerError
+from opentinker.scheduler.driver import SERVER_LOG_NAME
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
 from opentinker.scheduler.metrics import SchedulerMetrics
 from opentinker.scheduler.placement import Allocation, Demand, server_config
@@ -212,6 +213,7 @@ class Reconciler:
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.seed if isinstance(config, InteractiveJobConfig) else config.training.seed,
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),
+            log_path=str(Path(job.run_dir) / SERVER_LOG_NAME),
         )
 
     async def _serve(self, server: Server, policy: Policy, job: Job) -> None:

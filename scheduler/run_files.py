@@ -2,12 +2,23 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from opentinker.errors import InvalidRequestError, OpenTinkerError
+from opentinker.scheduler.driver import LOG_NAME, SERVER_LOG_NAME
 
+LogSource = Literal["driver", "server"]
 MAX_BYTES = 2**20
 """Of one answer."""
+
+
+def log_path(run_dir: Path, source: LogSource | None, *, has_driver: bool, ended: bool) -> Path:
+    """A job's log. Without a `source` it is the driver's; or the server's where no driver on the cluster writes one: that of
+    an interactive job, or of one that ended before its driver began. It changes only while nothing was read yet."""
+    driver = run_dir / LOG_NAME
+    if source is None:
+        source = "server" if not has_driver or (ended and not driver.exists()) else "driver"
+    return driver if source == "driver" else run_dir / SERVER_LOG_NAME
 
 
 def read_lines(path: Path, offset: int, *, complete: bool) -> tuple[bytes, int, bool]:

@@ -24,7 +24,6 @@ from opentinker.errors import (
 )
 from opentinker.scheduler.auth import new_api_key, policy_token, unauthenticated
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
-from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
@@ -33,7 +32,7 @@ from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, 
 from opentinker.scheduler.quotas import check_quota, policy_of
 from opentinker.scheduler.reconciler import Reconciler
 from opentinker.scheduler.records import Event, Job, Policy, Server
-from opentinker.scheduler.run_files import parse_rows, read_lines
+from opentinker.scheduler.run_files import LogSource, log_path, parse_rows, read_lines
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.states import JobState
@@ -219,12 +218,11 @@ class SchedulerService:
             self.users.note(by, "job.cancel", f"{job.owner}/{job_id}")
         return await self._end(owner, job, job.state if job.state.ended else JobState.CANCELLED, cause)
 
-    async def logs(self, owner: str, job_id: str, offset: int = 0) -> dict[str, Any]:
-        """{"text", "offset", "finished"}: the driver's log from a byte offset on."""
+    async def logs(self, owner: str, job_id: str, offset: int = 0, source: LogSource | None = None) -> dict[str, Any]:
+        """{"text", "offset", "finished"}: a log of the job from a byte offset on; by default what `log_path` finds."""
         job = self._owned(owner, job_id)
-        data, offset, at_end = await asyncio.to_thread(
-            read_lines, Path(job.run_dir) / LOG_NAME, offset, complete=self._quiet(job)
-        )
+        path = log_path(Path(job.run_dir), source, has_driver=job.kind != "interactive", ended=job.state.ended)
+        data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job))
         return {"text": data.decode(errors="replace"), "offset": offset, "finished": at_end and self._quiet(job)}
 
     async def metrics(self, owner: str, job_id: str, after: int = 0) -> dict[str, Any]:
@@ -406,6 +404,6 @@ def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:
     if content is not None:
         try:
             unpack(content, run_dir / "code")
-        except Exception:
-            run_dir.rmdir()
+        except BaseException:
+            shutil.rmtree(run_dir, ignore_errors=True)
             raise

@@ -3,9 +3,12 @@
 import base64
 import hashlib
 import io
+import lzma
 import shutil
 import stat
+import struct
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 
 from opentinker.errors import InvalidRequestError
@@ -13,6 +16,18 @@ from opentinker.errors import InvalidRequestError
 MAX_ZIP_BYTES = 20 * 2**20
 MAX_UNPACKED_BYTES = 200 * 2**20
 MAX_FILES = 10_000
+_DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    OSError,
+)
+"""What `zipfile` and its decompressors raise on bytes that are no good."""
 
 
 def decode_zip(encoded: str, sha256: str) -> bytes:
@@ -48,7 +63,7 @@ def unpack(content: bytes, target: Path) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(entry) as source, path.open("xb") as sink:
                     shutil.copyfileobj(source, sink)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError) as error:
+    except _DAMAGED as error:
         shutil.rmtree(target, ignore_errors=True)
         raise InvalidRequestError(f"the code cannot be unpacked: {error}") from error
 

@@ -14,20 +14,24 @@ from opentinker.client.wire import pack
 from opentinker.config.base import parse_config
 from opentinker.config.job import LoraConfig, ServerConfig
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, from_problem
+from opentinker.logfile import write_to
 from opentinker.server.front import Front, create_app
 from opentinker.server.listener import Listener
 from opentinker.server.protocol import Completion, Work
 
 CALL_S = 60.0
 """How long the worker's actor may take to accept or hand over work; its methods never compute."""
-CREATE_S = 600.0
 
 
 class WorkerProcess:
     """Engine and trainer. A threaded actor: `collect` blocks a thread of its own."""
 
-    def __init__(self, config: dict[str, Any], lora: dict[str, Any] | None, checkpoint_root: str) -> None:
-        """`config` holds the fields of `ServerConfig`; `lora` those of `LoraConfig` if the policy will be an adapter."""
+    def __init__(
+        self, config: dict[str, Any], lora: dict[str, Any] | None, checkpoint_root: str, job_id: str, log_path: str
+    ) -> None:
+        """`config` holds the fields of `ServerConfig`; `lora` those of `LoraConfig` if the policy will be an adapter. What this
+        process prints and logs is appended to `log_path`."""
+        write_to(Path(log_path), job=job_id, process="worker")
         self._config = parse_config(ServerConfig, config)
         self._lora = None if lora is None else parse_config(LoraConfig, lora)
         self._checkpoint_root = Path(checkpoint_root)
@@ -35,18 +39,19 @@ class WorkerProcess:
         self._starting = threading.Lock()
         self._info: dict[str, Any] | None = None
 
-    def start(self) -> dict[str, Any]:
+    def start(self, timeout_s: float) -> dict[str, Any]:
         """Load everything, once; what clients may know of it.
 
         Raises:
             UnknownModelError, EngineError: the model cannot be loaded.
+            DeadlineError: it is not loaded after `timeout_s`.
         """
         with self._starting:
             if self._info is None:
-                self._info = self._start()
+                self._info = self._start(timeout_s)
         return self._info
 
-    def _start(self) -> dict[str, Any]:
+    def _start(self, timeout_s: float) -> dict[str, Any]:
         # Torch and transformers load here, in the actor, and not with this module.
         from opentinker.server.loading import load_parts, server_info
         from opentinker.server.models import resolve_model
@@ -55,7 +60,7 @@ class WorkerProcess:
         started = time.monotonic()
         model_dir = resolve_model(self._config.base_model)
         self._worker = Worker(lambda: load_parts(model_dir, self._config, self._lora, self._checkpoint_root))
-        parts = self._worker.start()
+        parts = self._worker.start(timeout_s)
         self._loaded.set()
         return server_info(model_dir, self._config, parts) | {"pid": os.getpid(), "seconds": time.monotonic() - started}
 
@@ -78,8 +83,9 @@ class WorkerProcess:
 class FrontProcess:
     """The HTTP front of one worker. An async actor: all methods share one event loop with the HTTP server."""
 
-    def __init__(self, worker_handle: Any, tokens: Mapping[str, str], host: str) -> None:
-        """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token."""
+    def __init__(self, worker_handle: Any, tokens: Mapping[str, str], host: str, job_id: str, log_path: str) -> None:
+        """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token; `log_path` as the worker's."""
+        write_to(Path(log_path), job=job_id, process="front")
         app = create_app(RayWorker(worker_handle), tokens)
         self._front: Front = app.state.front
         self._listener = Listener(app, host)
@@ -97,18 +103,19 @@ class FrontProcess:
         """Open `/v1`; `info` is what the worker's `start` returned."""
         self._front.attach(info)
 
-    async def create_policy(self, policy: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    async def create_policy(self, policy: str, spec: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Run the policy's command 0, `create`, and wait for it.
 
         Raises:
             OpenTinkerError: the command's own error.
+            DeadlineError: it is not done after `timeout_s`.
         """
         args = validate(PolicySpec, spec).model_dump()
         digest = hashlib.blake2b(pack(args), digest_size=16).digest()
         operation = self._front.dispatcher.command(policy, 0, digest, "create", args)
-        await operation.wait(CREATE_S)
+        await operation.wait(timeout_s)
         if operation.status == "pending":
-            raise DeadlineError(f"policy {policy} was not created within {CREATE_S:.0f} s")
+            raise DeadlineError(f"policy {policy} was not created within {timeout_s:.0f} s")
         if operation.problem is not None:
             raise from_problem(operation.problem)
         result: dict[str, Any] = operation.result

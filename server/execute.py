@@ -47,8 +47,7 @@ def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
 def _delete(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args)
     state.hosted(policy)
-    while state.parts.engine.has_unfinished():
-        state.pump()
+    state.drain()
     state.parts.trainer.delete_policy(policy)
     del state.policies[policy]
     return {}

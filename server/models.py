@@ -60,7 +60,7 @@ def check_model(name: str) -> None:
 
 def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
     """The directory of a base model. A known model is converted on first use into `cache_dir` (by default
-    ~/.cache/opentinker/models); any number of processes may do so at once.
+    opentinker/models in $XDG_CACHE_HOME, or in ~/.cache where that is not set); any number of processes may do so at once.
 
     Raises:
         UnknownModelError: see `check_model`; or the cache cannot be written.
@@ -69,7 +69,7 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
     if name not in KNOWN_MODELS:
         return Path(name).resolve()
     known = KNOWN_MODELS[name]
-    cache = cache_dir or Path.home() / ".cache" / "opentinker" / "models"
+    cache = cache_dir or _user_cache() / "opentinker" / "models"
     target = cache / f"{name}-{known.version}"
     if not target.is_dir():
         try:
@@ -81,6 +81,12 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
         except OSError as error:
             raise UnknownModelError(f"cannot write '{name}' into the model cache {cache}: {error}") from error
     return target
+
+
+def _user_cache() -> Path:
+    """As the XDG base directory specification has it: a relative path in the variable does not count."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return chosen if chosen.is_absolute() else Path.home() / ".cache"
 
 
 def _move_into_place(converted: Path, target: Path) -> None:

@@ -1,13 +1,17 @@
 """What a worker holds: the engine, the trainer, and the policies that live in them."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from opentinker.client.messages import FloatArray, IntArray
-from opentinker.errors import NotFoundError, OpenTinkerError
+from opentinker.errors import DeadlineError, NotFoundError, OpenTinkerError
 from opentinker.server.engine.base import RolloutEngine
 from opentinker.server.trainer.base import Trainer
+
+DRAIN_S = 900.0
+"""An engine with running requests of which none ends for this long counts as stuck; no single answer takes as long."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,8 @@ class State:
     """The parts and the policies. Used from the compute thread only."""
 
     parts: Parts
-    pump: Callable[[], None]
-    """Advance the engine by one step and deliver the results."""
+    pump: Callable[[], int]
+    """Advance the engine by one step and deliver what ended; how many requests did."""
     policies: dict[str, Hosted] = field(default_factory=dict)
     fault: OpenTinkerError | None = None
     """Why the engine's weights cannot be trusted: set by a failed publish, cleared by the next good one."""
@@ -57,3 +61,19 @@ class State:
         if policy not in self.policies:
             raise NotFoundError(f"no policy '{policy}' on this server")
         return self.policies[policy]
+
+    def drain(self) -> None:
+        """Step the engine until no request is running.
+
+        Raises:
+            DeadlineError: it does not get on with them; they go on running.
+        """
+        deadline = time.monotonic() + DRAIN_S
+        while self.parts.engine.has_unfinished():
+            if self.pump():
+                deadline = time.monotonic() + DRAIN_S
+            elif time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the engine is busy, but none of its running requests ended for {DRAIN_S:.0f} s",
+                    hint="a publish with mode 'abort' starts them anew; if that does not help, start a new server",
+                )

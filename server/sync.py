@@ -61,23 +61,27 @@ def publish(state: State, policy: str, mode: str) -> dict[str, Any]:
     Raises:
         WeightSyncError: a tensor did not arrive as it was sent, or engine and trainer disagree. The version stays, and
             the engine refuses to sample until a publish succeeds.
+        DeadlineError: running requests do not end; nothing was published.
     """
     hosted = state.hosted(policy)
     engine = state.parts.engine
     if mode == "drain":
-        while engine.has_unfinished():
-            state.pump()
+        state.drain()
         interrupted = []
     elif mode == "abort":
         interrupted = engine.abort_all()
     else:
         hint = "'continue' would mix versions in one sample" if mode == "continue" else ""
         raise InvalidRequestError(f"publish mode '{mode}' is not offered: use 'drain' or 'abort'", hint=hint)
+    # A push that fails leaves a fault, for which the worker fails the interrupted requests.
+    result = push(state, policy, hosted.attempted + 1)
     try:
-        return push(state, policy, hosted.attempted + 1)
-    finally:
         for request in interrupted:
             engine.add(request)
+    except Exception as error:
+        state.fault = EngineError(f"the engine does not take up again what a publish interrupted: {error}")
+        raise state.fault from error
+    return result
 
 
 def push(state: State, policy: str, version: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Worker:
         self._state: State
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
-    def start(self, timeout_s: float = 600.0) -> Parts:
+    def start(self, timeout_s: float) -> Parts:
         """Build, and return what was built when work is accepted.
 
         Raises:
@@ -49,7 +49,7 @@ class Worker:
         """
         self._thread.start()
         if not self._ready.wait(timeout_s):
-            raise DeadlineError(f"the engine and the trainer did not load within {timeout_s:.0f} s")
+            raise DeadlineError(f"the engine and the trainer did not load within {timeout_s:g} s")
         if self._error is not None:
             raise self._error
         return self._state.parts
@@ -104,6 +104,7 @@ class Worker:
         try:
             parts = self._build()
         except BaseException as error:
+            log.exception("the engine and the trainer did not load")
             self._error = error
             self._ready.set()
             return
@@ -159,13 +160,16 @@ class Worker:
         if self._state.fault is not None:
             self._drop_running(self._state.fault)
 
-    def _step(self) -> None:
+    def _step(self) -> int:
+        """One step of the engine; how many requests ended with it."""
         try:
             results = self._state.parts.engine.step()
         except Exception as error:
+            ended = len(self._running)
             self._drop_running(_explained(error, EngineError, "the engine failed"))
-        else:
-            self._complete([Completion(r.request_id, self._answer(r)) for r in results])
+            return ended
+        self._complete([Completion(r.request_id, self._answer(r)) for r in results])
+        return len(results)
 
     def _answer(self, result: SampleResult) -> dict[str, Any]:
         work = self._running.pop(result.request_id)
@@ -191,7 +195,7 @@ def _explained(error: Exception, kind: type[OpenTinkerError], what: str) -> Open
     if isinstance(error, OpenTinkerError):
         return error
     log.error("%s", what, exc_info=error)
-    return kind(f"{what}: {error!r}", hint="the server's log has the traceback")
+    return kind(f"{what}: {error!r}", hint="the server's log has the traceback: `opentinker logs JOB --server`")
 
 
 class InProcessWorker:

@@ -26,6 +26,7 @@ POLL_S = 0.5
 def logs(
     job_id: JobArgument,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,
+    server: Annotated[bool, typer.Option("--server", help="What the job's server wrote, not its driver.")] = False,
     as_json: JsonOption = False,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -39,17 +40,17 @@ def logs(
     with connected(url, key, state_dir) as client:
         job = patience.ask(lambda: client.job(job_id))
         _explain(job, follow)
-        _print(client, patience, job_id, follow, as_json)
+        _print(client, patience, job_id, "server" if server else None, follow, as_json)
         if follow:
             job = patience.ask(lambda: client.job(job_id))
             err.print(f"{job_id} {job['state']}" + (f": {job['cause']}" if job["cause"] else ""), soft_wrap=True, markup=False)
 
 
-def _print(client: SchedulerClient, patience: Patience, job_id: str, follow: bool, as_json: bool) -> None:
+def _print(client: SchedulerClient, patience: Patience, job_id: str, source: str | None, follow: bool, as_json: bool) -> None:
     offset = 0
     while True:
         at = offset
-        answer = patience.ask(lambda: client.logs(job_id, offset=at))  # noqa: B023
+        answer = patience.ask(lambda: client.logs(job_id, offset=at, source=source))  # noqa: B023
         offset = answer["offset"]
         if offset > at:
             if as_json:
@@ -65,6 +66,6 @@ def _print(client: SchedulerClient, patience: Patience, job_id: str, follow: boo
 def _explain(job: dict[str, Any], follow: bool) -> None:
     """Why there may be nothing to see."""
     if job["lease_s"] is not None:
-        err.print(f"{job['id']} is driven by a process of yours: what it prints is there, not here", markup=False)
+        err.print(f"{job['id']} is driven by a process of yours; this is what its server prints", markup=False)
     elif job["waiting_for"] and follow:
         err.print(f"{job['id']} is {job['state']}: waiting for {job['waiting_for']}", soft_wrap=True, markup=False)

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from opentinker.errors import InvalidRequestError
 
 M = TypeVar("M", bound=BaseModel)
+StopString = Annotated[str, Field(min_length=1)]
+"""Every text holds the empty string, so that one would end an answer before it begins."""
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
@@ -142,7 +144,7 @@ class SamplingParams(WireModel):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     """0 = all tokens."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopString, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the sample; it is kept as the sample's last token."""
     seed: int | None = None

@@ -93,9 +93,11 @@ class SchedulerClient:
     def cancel(self, job_id: str) -> dict[str, Any]:
         return self._call("POST", f"{_path(job_id)}/cancel")
 
-    def logs(self, job_id: str, *, offset: int = 0) -> dict[str, Any]:
-        """{"text", "offset", "finished"}; `offset` continues where an earlier answer ended."""
-        return self._call("GET", f"{_path(job_id)}/logs", params={"offset": offset})
+    def logs(self, job_id: str, *, offset: int = 0, source: str | None = None) -> dict[str, Any]:
+        """{"text", "offset", "finished"}; `offset` continues where an earlier answer ended. `source` is "driver" or "server";
+        None = the driver's, or the server's where there is no driver."""
+        chosen = {} if source is None else {"source": source}
+        return self._call("GET", f"{_path(job_id)}/logs", params={"offset": offset, **chosen})
 
     def metrics(self, job_id: str, *, after: int = 0) -> dict[str, Any]:
         """{"rows", "next", "finished"}; `after` is an earlier answer's `next`."""

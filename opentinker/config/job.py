@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from opentinker.client.messages import AdamParams
+from opentinker.client.messages import AdamParams, StopString
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.errors import ConfigError
 
@@ -128,7 +128,7 @@ class SamplingConfig(Config):
     """Divides the logits, in sampling and in the loss alike."""
     max_tokens: Count = 256
     """Longest action, in tokens."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopString, ...] = ()
     """Strings that end an action, besides the model's end of turn."""
 
 

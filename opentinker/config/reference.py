@@ -19,6 +19,8 @@ keys are errors. A section shows only what an earlier section does not.
 def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is not None and hasattr(annotation, "__metadata__"):
         return _type_name(get_args(annotation)[0])
+    if get_origin(annotation) is tuple:
+        return f"tuple[{', '.join('...' if part is ... else _type_name(part) for part in get_args(annotation))}]"
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     for noise in ("typing.", "opentinker.config.job.", "opentinker.client.messages."):
         text = text.replace(noise, "")

@@ -57,11 +57,16 @@ class RolloutEngine(Protocol):
 
         Raises:
             ContextOverflowError: prompt plus one token does not fit. `max_tokens` is clipped to what fits.
+            InvalidRequestError: the engine refuses it. Whatever is raised, nothing of the request is left in the engine.
         """
         ...
 
     def step(self) -> list[SampleResult]:
-        """Advance all running sequences; the results of requests that are now complete."""
+        """Advance all running sequences; the results of requests that are now complete.
+
+        Raises:
+            EngineError: it failed, or it has lost a request.
+        """
         ...
 
     def has_unfinished(self) -> bool: ...

@@ -139,10 +139,10 @@ class TransformersEngine:
             stop_token_ids=self._stop_token_ids,
         )
         pending = _Pending(request, params, chunk_tokens(request.prompt))
-        self._pending[id(pending)] = pending
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        for index in range(request.n):
-            self._waiting.append(_Row(pending, index, random.Random(sample_seed(seed, index))))
+        rows = [_Row(pending, index, random.Random(sample_seed(seed, index))) for index in range(request.n)]
+        self._pending[id(pending)] = pending
+        self._waiting.extend(rows)
 
     @torch.inference_mode()
     def step(self) -> list[SampleResult]:

@@ -22,7 +22,7 @@ from opentinker.client.messages import (
     chunk_tokens,
 )
 from opentinker.config.job import EngineConfig, LoraConfig
-from opentinker.errors import EngineError, OpenTinkerError, WeightSyncError
+from opentinker.errors import EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed
@@ -62,6 +62,7 @@ class VllmEngine:
         """
         _prepare_environment()
         from vllm import EngineArgs, LLMEngine
+        from vllm.exceptions import VLLMError
         from vllm.platforms import current_platform
 
         arguments: dict[str, Any] = {}
@@ -97,7 +98,7 @@ class VllmEngine:
                     **arguments,
                 )
             )
-        except (ValueError, RuntimeError) as error:
+        except (VLLMError, ValueError, RuntimeError) as error:
             raise EngineError(f"vLLM cannot start: {error}", hint="see engine.max_model_len and engine.cache_gib") from error
         # vLLM compiles small helpers even so: 10 s at the first token, and a C++ compiler would have to be there.
         eager = config.enforce_eager and current_platform.is_cpu()
@@ -130,18 +131,22 @@ class VllmEngine:
             vocab_size=self._vocab_size,
             stop_token_ids=self._stop_token_ids,
         )
+        from vllm.exceptions import VLLMClientError
+
         key = self._added
         self._added += 1
-        self._pending[key] = _Pending(request, params)
         prompt = {"prompt_token_ids": chunk_tokens(request.prompt).tolist()}
-        for index in range(request.n):
-            wants_prompt = request.prompt_logprobs and index == 0
-            self._engine.add_request(
-                f"{key}:{index}",
-                prompt,
-                _vllm_params(params, index, prompt_logprobs=wants_prompt),
-                lora_request=self._adapter,
-            )
+        names = [f"{key}:{index}" for index in range(request.n)]
+        try:
+            each = [_vllm_params(params, i, prompt_logprobs=request.prompt_logprobs and i == 0) for i in range(request.n)]
+            for name, sample_params in zip(names, each, strict=True):
+                self._engine.add_request(name, prompt, sample_params, lora_request=self._adapter)
+        except Exception as error:
+            self._engine.abort_request(names)
+            if isinstance(error, VLLMClientError | ValueError):
+                raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
+            raise
+        self._pending[key] = _Pending(request, params)
 
     def step(self) -> list[SampleResult]:
         if not self._pending:
@@ -152,7 +157,11 @@ class VllmEngine:
         except Exception as error:
             # vLLM promises no exception type, and its state after one is unknown.
             raise EngineError(f"vLLM failed: {error}") from error
-        return [result for output in outputs if output.finished and (result := self._collect(output)) is not None]
+        results = [result for output in outputs if output.finished and (result := self._collect(output)) is not None]
+        if self._pending and not self._engine.has_unfinished_requests():
+            # Whoever waits for them would wait for ever.
+            raise EngineError(f"vLLM has nothing left to do, but {len(self._pending)} requests have no answer")
+        return results
 
     def _collect(self, output: Any) -> SampleResult | None:
         """Note one finished sample; the result, if it was the last of its request."""
@@ -186,14 +195,18 @@ class VllmEngine:
 
     def prompt_logprobs(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
         self._require_idle("score prompts")
-        for number, prompt in enumerate(prompts):
-            params = SamplingParams(max_tokens=1, temperature=0.0)
-            self.add(SampleRequest(str(number), (TokenChunk(prompt),), params, prompt_logprobs=True))
         found: dict[int, FloatArray] = {}
-        while self._pending:
-            for result in self.step():
-                assert result.prompt_logprobs is not None
-                found[int(result.request_id)] = result.prompt_logprobs
+        try:
+            for number, prompt in enumerate(prompts):
+                params = SamplingParams(max_tokens=1, temperature=0.0)
+                self.add(SampleRequest(str(number), (TokenChunk(prompt),), params, prompt_logprobs=True))
+            while self._pending:
+                for result in self.step():
+                    assert result.prompt_logprobs is not None
+                    found[int(result.request_id)] = result.prompt_logprobs
+        except BaseException:
+            self.abort_all()  # their results must not turn up among others'
+            raise
         return [found[number] for number in range(len(prompts))]
 
     def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
@@ -251,11 +264,13 @@ class VllmEngine:
             raise WeightSyncError("vLLM did not drop the keys and values of the old weights")
 
     def _on_worker(self, function: Callable[..., WeightAck], *arguments: Any) -> WeightAck:
+        from vllm.exceptions import VLLMError
+
         try:
             acks: list[WeightAck] = self._engine.collective_rpc(function, args=arguments)
         except OpenTinkerError:
             raise
-        except (ValueError, RuntimeError, KeyError, AssertionError, AttributeError) as error:
+        except (VLLMError, ValueError, RuntimeError, KeyError, AssertionError, AttributeError) as error:
             raise WeightSyncError(f"vLLM does not take these tensors: {error}") from error
         return acks[0]
 

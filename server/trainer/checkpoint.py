@@ -4,10 +4,12 @@ A checkpoint is a folder with weights in a format other tools read, what it take
 (`optimizer.safetensors`, `trainer_state.json`), and `manifest.json` with the size and SHA-256 of every other file.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
@@ -29,15 +31,17 @@ STATE = "trainer_state.json"
 def write_checkpoint(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Call `write` with an empty folder beside `folder`, make its files durable and move it to `folder`; what `write` gave.
 
-    A checkpoint that was at `folder` is replaced only after the new one is whole.
+    A checkpoint that was at `folder` is replaced only after the new one is whole. Wherever the process dies, one of the two
+    is whole, and the next write of that name clears away what was left. One process writes below a folder.
 
     Raises:
         CheckpointError: it cannot be written (a full disk, a missing permission); the previous one is intact.
     """
-    recover(folder)
-    previous = _previous(folder)
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
+    previous, temporary = _previous(folder), _temporary(folder)
+    in_place = False
     try:
+        recover(folder)
+        _clear(folder)
         temporary.mkdir(parents=True)
         result = write(temporary)
         for path in (*temporary.iterdir(), temporary):
@@ -45,15 +49,17 @@ def write_checkpoint(folder: Path, write: Callable[[Path], dict[str, Any]]) -> d
         if folder.exists():
             folder.rename(previous)
         temporary.rename(folder)
+        in_place = True
         _sync(folder.parent)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        recover(folder)
+        _roll_back(folder, temporary, in_place)
         if isinstance(error, OSError | SafetensorError):
             kept = "the previous checkpoint is intact" if folder.exists() else "nothing was left behind"
             raise CheckpointError(f"cannot write the checkpoint {folder}: {_reason(error)}; {kept}") from error
         raise
-    shutil.rmtree(previous, ignore_errors=True)
+    # What cannot be removed now, the next write removes; the checkpoint is there.
+    with contextlib.suppress(OSError):
+        _clear(folder)
     return result
 
 
@@ -62,6 +68,31 @@ def recover(folder: Path) -> None:
     previous = _previous(folder)
     if previous.exists() and not folder.exists():
         previous.rename(folder)
+
+
+def _roll_back(folder: Path, temporary: Path, in_place: bool) -> None:
+    """Undo a replacement from wherever it failed. A second failure changes no checkpoint: `recover` goes on from there."""
+    with contextlib.suppress(OSError):
+        if in_place:
+            folder.rename(temporary)  # nobody can say whether it is durable
+        recover(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what interrupted writes of this checkpoint left beside it."""
+    previous = _previous(folder)
+    if previous.exists():
+        # Out of the way first: what is called previous has to be whole, and a removal may be interrupted.
+        previous.rename(_temporary(folder))
+    name = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.tmp")
+    for path in folder.parent.glob(".*.tmp"):
+        if name.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _temporary(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def _previous(folder: Path) -> Path:

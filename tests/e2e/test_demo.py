@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from e2e_tools import OPENTINKER, Cluster, marked, opentinker, processes_of, wait_until
 
 Arguments = list[str | Path]
@@ -72,10 +73,14 @@ def test_a_demo_uses_the_cluster_that_runs(demo, cluster: Cluster) -> None:
     ids=["ctrl-c while the cluster starts", "ctrl-c while the server starts", "ctrl-c", "sigterm", "a closed terminal"],
 )
 def test_an_interrupted_demo_leaves_no_process(demo, tmp_path: Path, number: signal.Signals, when: str) -> None:
+    interrupt(demo("--steps", "1000"), tmp_path / "log", number, when)
+
+
+def interrupt(arguments: Arguments, log: Path, number: signal.Signals, when: str) -> None:
+    """Start a command, signal it once it says `when`, and make sure that it ends well and leaves no process."""
     marker, env = marked()
-    log = tmp_path / "log"
     with log.open("w") as file:
-        command = [OPENTINKER, *map(str, demo("--steps", "1000"))]
+        command = [OPENTINKER, *map(str, arguments)]
         process = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
         wait_until(lambda: when in log.read_text() or process.poll() is not None, 90, f"the demo says '{when}'")
         assert process.poll() is None, log.read_text()
@@ -85,6 +90,20 @@ def test_an_interrupted_demo_leaves_no_process(demo, tmp_path: Path, number: sig
     assert "Traceback" not in log.read_text()
     assert "processes_left" not in log.read_text()
     wait_until(lambda: processes_of(marker) == [], 10, "no process of the demo is left")
+
+
+def test_a_demo_with_vllm_trains_and_is_interrupted_without_a_trace(demo, tmp_path: Path) -> None:
+    """vLLM inside of a Ray actor, which is what `make demo` runs."""
+    marker, env = marked()
+    result = opentinker(*demo("--engine", "vllm", "--steps", "1", "--json"), env=env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert summary["steps"] == 1
+    assert summary["tokens_sampled"] > 0
+    assert any(Path(summary["checkpoint"]).iterdir())
+    assert yaml.safe_load(Path(summary["run_dir"], "config.yaml").read_text())["engine"]["kind"] == "vllm"
+    wait_until(lambda: processes_of(marker) == [], 10, "no process of the demo is left")
+    interrupt(demo("--engine", "vllm", "--steps", "1000"), tmp_path / "log", signal.SIGINT, "step ")
 
 
 def test_a_demo_that_fails_says_why(demo) -> None:

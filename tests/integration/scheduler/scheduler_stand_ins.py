@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.errors import EngineError, EnvironmentLoadError, ServerLostError, UnknownModelError
+from opentinker.logfile import write_to
 
 MODELS = ("fine", "slow", "hangs", "broken", "crashes", "bears-a-child", "deaf")
 
@@ -23,10 +24,14 @@ class NotPicklableError(Exception):
 
 
 class WorkerProcess:
-    def __init__(self, config: dict[str, Any], lora: dict[str, Any] | None, checkpoint_root: str) -> None:
+    def __init__(
+        self, config: dict[str, Any], lora: dict[str, Any] | None, checkpoint_root: str, job_id: str, log_path: str
+    ) -> None:
+        write_to(Path(log_path), job=job_id, process="worker")
         self.model = config["base_model"]
 
-    def start(self) -> dict[str, Any]:
+    def start(self, timeout_s: float) -> dict[str, Any]:
+        print("the worker is at work")
         match self.model:
             case "slow":
                 time.sleep(1.0)
@@ -49,7 +54,8 @@ class WorkerProcess:
 
 
 class FrontProcess:
-    def __init__(self, worker_handle: Any, tokens: dict[str, str], host: str) -> None:
+    def __init__(self, worker_handle: Any, tokens: dict[str, str], host: str, job_id: str, log_path: str) -> None:
+        write_to(Path(log_path), job=job_id, process="front")
         self.tokens = tokens
         self.calls: list[str] = []
 
@@ -60,7 +66,8 @@ class FrontProcess:
         assert info["threads"]
         self.calls = ["attach"]
 
-    async def create_policy(self, policy: str, spec: dict[str, Any]) -> None:
+    async def create_policy(self, policy: str, spec: dict[str, Any], timeout_s: float) -> None:
+        logging.getLogger("front").info("a policy is created within %g s", timeout_s)
         assert self.calls == ["attach"]
         assert policy in self.tokens
         self.calls.append("create")

@@ -74,6 +74,9 @@ def test_a_server_that_does_not_start_fails_the_job_with_the_cause(api: Any, mod
     assert cause in job["cause"]
     api.wait_free(2)
     assert pids_of(job) == []
+    logs = api.get(f"/v1/jobs/{job['id']}/logs")
+    assert "the worker is at work" in logs["text"]
+    assert logs["finished"]
 
 
 def test_cancel_while_starting_leaves_nothing(api: Any) -> None:
@@ -140,6 +143,10 @@ def test_a_driver_writes_its_log_and_metrics_and_completes_its_job(api: Any) -> 
     assert f"level=INFO job={job['id']} logger=drive a log line" in logs["text"]
     assert logs["finished"]
     assert api.get(f"/v1/jobs/{job['id']}/logs", offset=logs["offset"])["text"] == ""
+    written = api.get(f"/v1/jobs/{job['id']}/logs", source="server")["text"]
+    assert "the worker is at work\n" in written
+    assert f"level=INFO job={job['id']} process=front logger=front a policy is created within 1800 s\n" in written
+    assert written not in logs["text"]
     metrics = api.get(f"/v1/jobs/{job['id']}/metrics")
     assert metrics["rows"] == [{"step": 1, "reward": None}, {"step": 2}]
     assert metrics["finished"]

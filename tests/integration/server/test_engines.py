@@ -100,6 +100,24 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(
         assert np.abs(expected - sample.logprobs).mean() < 1e-4, item.request_id
 
 
+REFUSED = {
+    "an empty prompt": request("bad", []),
+    "a token outside the vocabulary": request("bad", [5, 512]),
+    "a prompt that fills the context": request("bad", [5] * CONTEXT),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_a_refused_request_leaves_nothing_in_the_engine(engine: RolloutEngine, refused: SampleRequest) -> None:
+    engine.add(request("good", [5, 6], max_tokens=3))
+    with pytest.raises(InvalidRequestError):
+        engine.add(refused)
+    assert set(run(engine)) == {"good"}
+    with pytest.raises(InvalidRequestError):
+        engine.add(refused)
+    assert not engine.has_unfinished()
+
+
 def test_truncated_sampling_reports_the_truncated_distribution(engine: RolloutEngine, oracle: Any) -> None:
     (prompt,) = prompts(1, seed=5)
     result = run(engine, request("a", prompt, n=6, top_k=4, max_tokens=10, seed=1), request("b", prompt, top_p=0.3, seed=1))

@@ -11,7 +11,7 @@ import torch
 
 from opentinker.client.messages import Sample, SampleRequest, SamplingParams, TokenChunk
 from opentinker.config.job import EngineConfig, LoraConfig
-from opentinker.errors import EngineError, WeightSyncError
+from opentinker.errors import ContextOverflowError, EngineError, InvalidRequestError, WeightSyncError
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import LoraTensors
 from opentinker.server.engine.select import create_engine
@@ -96,6 +96,66 @@ def test_adapter_tensors_without_a_home_are_reported_missing(engine: VllmEngine,
     tensors = {**adapter.tensors, stray: torch.zeros(RANK, 64), stray.replace("lora_A", "lora_B"): torch.zeros(128, RANK)}
     ack = engine.update_adapter(LoraTensors(RANK, ALPHA, adapter.target_modules, tensors), 5)
     assert ack.missing == {stray, stray.replace("lora_A", "lora_B")}
+
+
+def asked(name: str, n: int = 1, **params: Any) -> SampleRequest:
+    """A request whose parameters nobody has checked."""
+    return SampleRequest(name, (TokenChunk(PROMPT),), SamplingParams(max_tokens=4).model_copy(update=params), n)
+
+
+def answers(engine: VllmEngine) -> list[str]:
+    found = []
+    for _ in range(200):
+        if not engine.has_unfinished():
+            return found
+        found += [result.request_id for result in engine.step()]
+    raise AssertionError("the engine does not finish")
+
+
+@pytest.mark.parametrize("params", [{"stop": ("",)}, {"top_p": 7.0}, {"top_k": -5}])
+def test_what_vllm_refuses_leaves_nothing_in_the_engine(engine: VllmEngine, params: dict[str, Any]) -> None:
+    engine.add(asked("good"))
+    with pytest.raises(InvalidRequestError, match="vLLM refuses"):
+        engine.add(asked("bad", n=3, **params))
+    assert answers(engine) == ["good"]
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_a_request_that_vllm_takes_in_part_is_taken_back(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    add, calls = engine._engine.add_request, []
+
+    def third_fails(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise kind("no")
+        return add(*arguments, **options)
+
+    monkeypatch.setattr(engine._engine, "add_request", third_fails)
+    engine.add(asked("before"))
+    with pytest.raises(InvalidRequestError if kind is ValueError else kind):
+        engine.add(asked("bad", n=4))
+    engine.add(asked("after"))
+    assert sorted(answers(engine)) == ["after", "before"]
+    assert not engine._engine.has_unfinished_requests()
+
+
+def test_scores_that_fail_half_way_leave_nothing_in_the_engine(engine: VllmEngine) -> None:
+    with pytest.raises(ContextOverflowError):
+        engine.prompt_logprobs([PROMPT, np.full(500, 5, np.int32)])
+    assert not engine.has_unfinished()
+    assert len(engine.prompt_logprobs([PROMPT])[0]) == len(PROMPT)
+
+
+def test_a_request_that_vllm_loses_is_an_error_and_no_wait_without_end(engine: VllmEngine) -> None:
+    engine.add(asked("lost"))
+    engine._engine.abort_request([f"{engine._added - 1}:0"])
+    with pytest.raises(EngineError, match="1 requests have no answer"):
+        answers(engine)
+    assert [request.request_id for request in engine.abort_all()] == ["lost"]
+    engine.add(asked("next"))
+    assert answers(engine) == ["next"]
 
 
 def test_an_adapter_of_too_high_a_rank_is_refused(engine: VllmEngine, tiny_model_dir: Path) -> None:

@@ -18,6 +18,7 @@ from opentinker.client.policy import PolicyClient
 from opentinker.config.job import EngineConfig, LoraConfig, ServerConfig, TrainerConfig
 from opentinker.errors import (
     ConflictError,
+    DeadlineError,
     EngineError,
     InvalidRequestError,
     NotFoundError,
@@ -25,6 +26,7 @@ from opentinker.errors import (
     TrainerError,
     WeightSyncError,
 )
+from opentinker.server import state
 from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
 from opentinker.server.execute import _COMMANDS
 from opentinker.server.front import create_app
@@ -38,6 +40,7 @@ PROMPT = [5, 6, 7, 8]
 REWARDED = [11, 12, 13, 14]
 LORA = LoraConfig(rank=8)
 FAST = AdamParams(learning_rate=3e-3)
+START_S = 120.0
 
 
 @dataclass
@@ -92,7 +95,7 @@ async def serving(
         trainer=TrainerConfig(dtype="float32"),
     )
     worker = Worker(lambda: change(load_parts(model_dir, config, lora, checkpoints)))
-    parts = await asyncio.to_thread(worker.start)
+    parts = await asyncio.to_thread(worker.start, START_S)
     listener = Listener(
         create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts)), "127.0.0.1"
     )
@@ -333,6 +336,8 @@ class Meddling:
         if self.fault == "step fails":
             self.fault = ""
             raise RuntimeError("the device is on fire")
+        if self.fault == "gets on with nothing":
+            return []
         return self.engine.step()
 
     def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
@@ -388,6 +393,56 @@ async def test_a_failing_engine_step_fails_the_running_requests_and_the_server_g
         assert len((await server.client.sample(PROMPT, SamplingParams(max_tokens=1))).samples) == 1
 
 
+@pytest.mark.parametrize("command", ["publish", "train_step", "load", "delete"])
+async def test_an_engine_that_gets_on_with_nothing_fails_what_waits_for_it(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    meddling: list[Meddling] = []
+
+    def change(parts: Parts) -> Parts:
+        meddling.append(Meddling(parts.engine))
+        return replace(parts, engine=meddling[0])
+
+    monkeypatch.setattr(state, "DRAIN_S", 0.3)
+    async with serving(tiny_model_dir, tmp_path, change=change) as server:
+        client = server.client
+        await client.save("first")
+        meddling[0].fault = "gets on with nothing"
+        running = asyncio.create_task(client.sample(PROMPT, SamplingParams(max_tokens=4)))
+        await asyncio.to_thread(wait_until, lambda: server.worker._running)
+        arguments = {
+            "train_step": {
+                "data": [datum().to_wire()],
+                "minibatches": [{"indices": [0]}],
+                "loss": {"name": "ppo"},
+                "optimizer": {"learning_rate": 1e-3},
+            },
+            "load": {"name": "first"},
+        }
+        with pytest.raises(DeadlineError, match="none of its running requests ended"):
+            await client.command(command, arguments.get(command, {}))
+        assert (await client.state())["version"] == 0
+        meddling[0].fault = ""
+        assert [v for v, _ in (await running).samples[0].versions] == [0]
+        assert (await client.publish())["version"] == 1
+
+
+async def test_interrupted_requests_that_the_engine_does_not_take_again_fail_with_the_cause(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, engine = server.client, server.parts.engine
+    running = [asyncio.create_task(client.sample(PROMPT, SamplingParams(max_tokens=200), request_id=str(n))) for n in range(3)]
+    await asyncio.to_thread(wait_until, lambda: len(server.worker._running) == 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "add", lambda _: 1 / 0)
+        with pytest.raises(EngineError, match="what a publish interrupted: division by zero"):
+            await client.publish("abort")
+    for result in await asyncio.gather(*running, return_exceptions=True):
+        assert isinstance(result, EngineError)
+    await client.publish()
+    await client.sample(PROMPT, SamplingParams(max_tokens=1))
+
+
 async def test_an_unexpected_error_in_a_command_fails_that_command_only(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,7 +458,7 @@ async def test_a_worker_that_cannot_be_built_says_why() -> None:
         raise EngineError("no memory")
 
     with pytest.raises(EngineError, match="no memory"):
-        await asyncio.to_thread(Worker(build).start)
+        await asyncio.to_thread(Worker(build).start, START_S)
 
 
 def test_every_command_that_the_front_admits_can_be_executed() -> None:

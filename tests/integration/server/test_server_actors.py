@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import ray
 
-from opentinker.client.messages import SamplingParams
+from opentinker.client.messages import AdamParams, SamplingParams
 from opentinker.client.policy import PolicyClient
-from opentinker.errors import ServerLostError, UnavailableError, UnknownModelError
+from opentinker.errors import DeadlineError, ServerLostError, TrainerError, UnavailableError, UnknownModelError
 from opentinker.server.actors import FrontProcess, WorkerProcess
 
 ENGINE = {"kind": "transformers", "max_model_len": 256, "max_num_seqs": 16}
+START_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +28,30 @@ def cluster() -> Iterator[None]:
 
 def worker_actor(base_model: str, checkpoints: Path) -> Any:
     config = {"base_model": base_model, "engine": ENGINE, "trainer": {"dtype": "float32"}}
-    return ray.remote(WorkerProcess).options(max_concurrency=16).remote(config, None, str(checkpoints))
+    log = str(checkpoints / "server.log")
+    return ray.remote(WorkerProcess).options(max_concurrency=16).remote(config, None, str(checkpoints), "job-1", log)
 
 
 async def test_the_actors_serve_a_policy_and_the_death_of_the_worker_is_a_typed_error(
     cluster: None, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     worker = worker_actor(str(tiny_model_dir), tmp_path)
-    front = ray.remote(FrontProcess).remote(worker, {"p": "secret"}, "127.0.0.1")
+    front = ray.remote(FrontProcess).remote(worker, {"p": "secret"}, "127.0.0.1", "job-1", str(tmp_path / "server.log"))
     address = await front.start.remote()
     client = PolicyClient(address["endpoint"], "secret", "p")
     with pytest.raises(UnavailableError, match="starting"):
         await client.info()
-    info = await worker.start.remote()
+    info = await worker.start.remote(START_S)
     assert info["pid"] == (await worker.describe.remote())["pid"] != address["pid"]
     await front.attach.remote(info)
     assert (await client.info())["vocab_size"] == 512
-    assert await front.create_policy.remote("p", {"seed": 1}) == {"policy": "p", "version": 0}
+    assert await front.create_policy.remote("p", {"seed": 1}, START_S) == {"policy": "p", "version": 0}
     assert await client.state() == {"policy": "p", "version": 0, "next_seq": 1}
 
     results = await asyncio.gather(*(client.sample([5, 6], SamplingParams(max_tokens=4)) for _ in range(20)))
     assert len(results) == 20
     assert (await client.publish())["version"] == 1
-    assert await front.health.remote() == {"ok": True, "cause": ""}
+    assert await front.health.remote() == {"ok": True, "cause": "", "pid": address["pid"]}
 
     running = asyncio.create_task(client.sample([5, 6], SamplingParams(max_tokens=250), n=16))
     await asyncio.sleep(0.2)
@@ -61,6 +63,8 @@ async def test_the_actors_serve_a_policy_and_the_death_of_the_worker_is_a_typed_
     health = await front.health.remote()
     assert not health["ok"]
     assert "died" in health["cause"]
+    log = (tmp_path / "server.log").read_text()
+    assert "job=job-1 process=front logger=opentinker.server.dispatch server lost cause=" in log
 
     await client.close()
     await front.stop.remote()
@@ -73,11 +77,41 @@ async def test_a_worker_stops_and_an_unknown_model_is_a_typed_error(
 ) -> None:
     worker = worker_actor("nosuch-model", tmp_path)
     with pytest.raises(UnknownModelError, match="nosuch-model"):
-        await worker.start.remote()
+        await worker.start.remote(START_S)
     ray.kill(worker)
     worker = worker_actor(str(tiny_model_dir), tmp_path)
-    await worker.start.remote()
+    await worker.start.remote(START_S)
     await worker.stop.remote()
     with pytest.raises(ServerLostError):
         await worker.submit.remote([])
     ray.kill(worker)
+
+
+async def test_the_servers_log_has_what_its_error_points_to(cluster: None, tiny_model_dir: Path, tmp_path: Path) -> None:
+    worker = worker_actor(str(tiny_model_dir), tmp_path)
+    front = ray.remote(FrontProcess).remote(worker, {"p": "secret"}, "127.0.0.1", "job-1", str(tmp_path / "server.log"))
+    address = await front.start.remote()
+    await front.attach.remote(await worker.start.remote(START_S))
+    await front.create_policy.remote("p", {"seed": 1}, START_S)
+    client = PolicyClient(address["endpoint"], "secret", "p")
+    await worker.__ray_call__.remote(_break_the_trainer)
+    with pytest.raises(TrainerError, match="division by zero") as caught:
+        await client.optim_step(AdamParams())
+    assert "logs JOB --server" in caught.value.hint
+    log = (tmp_path / "server.log").read_text()
+    assert "level=ERROR job=job-1 process=worker logger=opentinker.server.worker optim_step failed\nTraceback" in log
+    assert "ZeroDivisionError: division by zero" in log
+    await client.close()
+    ray.kill(front)
+    ray.kill(worker)
+
+
+async def test_a_load_takes_as_long_as_it_is_told_and_no_longer(cluster: None, tiny_model_dir: Path, tmp_path: Path) -> None:
+    worker = worker_actor(str(tiny_model_dir), tmp_path)
+    with pytest.raises(DeadlineError, match=r"did not load within 0\.01 s"):
+        await worker.start.remote(0.01)
+    ray.kill(worker)
+
+
+def _break_the_trainer(process: WorkerProcess) -> None:
+    process._worker._state.parts.trainer.optim_step = lambda *_: 1 / 0  # type: ignore[method-assign]

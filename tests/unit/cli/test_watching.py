@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -54,7 +55,7 @@ def test_ps_shows_the_living_and_the_last_that_ended_and_all_on_request(live: An
     running = live.reach(live.submit(name="alive"), "RUNNING")
     queued = live.submit("interactive")
     output = run(live, "ps").stdout
-    assert [line.split()[0] for line in output.splitlines()[1:3]] == [queued["id"], running["id"]]
+    assert re.findall(r"^\s*(job-\w+)", output, re.MULTILINE)[:2] == [queued["id"], running["id"]]
     assert "old-11" in output
     assert "old-2" in output
     assert "old-1 " not in output
@@ -164,7 +165,7 @@ def test_describe_says_why_a_job_waits_and_shows_no_token(live: Any) -> None:
     running = live.reach(live.submit("interactive"), "RUNNING")
     queued = live.submit()
     live.do(live.world.until(lambda: "slot" in live.world.service._reconciler.waiting_for(live.world.store.job(queued["id"]))))
-    assert "waits for: 1 CPU slot: no CPU slots free" in run(live, "describe", queued["id"]).stdout
+    assert "waits for: needs 1 CPU slot; no CPU slot is free" in run(live, "describe", queued["id"]).stdout
     shown = run(live, "describe", running["id"]).stdout
     assert "submitted" in shown
     document = json.loads(run(live, "describe", running["id"], "--json").stdout)

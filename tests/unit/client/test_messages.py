@@ -14,6 +14,12 @@ def datum(**changes: Any) -> dict[str, Any]:
     return {"chunks": [1, 2, 3], "targets": [2, 3, 4], "weights": [0, 1, 1], "advantages": [0, 0.5, 0.5]} | changes
 
 
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"stop\.1"):
+        validate(SamplingParams, {"stop": ["end", ""]})
+    assert validate(SamplingParams, {"stop": ["end"]}).stop == ("end",)
+
+
 def test_a_datum_survives_the_wire() -> None:
     first = Datum.from_wire(datum())
     second = Datum.from_wire(unpack(pack(first.to_wire())))

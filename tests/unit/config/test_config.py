@@ -53,7 +53,10 @@ def test_an_action_must_leave_room_for_a_prompt() -> None:
         parse_config(RLJobConfig, apply_overrides(MINIMAL, ["sampling.max_tokens=1024", "engine.max_model_len=1024"]))
 
 
-@pytest.mark.parametrize("override", ["training.steps=0", "algorithm.group_size=1", "training.optimizer.learning_rate=-1"])
+@pytest.mark.parametrize(
+    "override",
+    ["training.steps=0", "algorithm.group_size=1", "training.optimizer.learning_rate=-1", "sampling.stop=['']"],
+)
 def test_impossible_values_are_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=override.split("=")[0]):
         parse_config(RLJobConfig, apply_overrides(MINIMAL, [override]))

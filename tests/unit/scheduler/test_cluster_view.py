@@ -29,7 +29,7 @@ async def test_the_view_tells_who_holds_what_and_who_waits(world: Any) -> None:
     assert (held["job"], held["owner"], held["cpu_slots"], held["state"]) == (mine["id"], "admin", 1, "RUNNING")
     (waiting,) = seen["queue"]
     assert (waiting["job"], waiting["owner"]) == (theirs["id"], "ann")
-    assert "no CPU slots free" in waiting["waiting_for"]
+    assert "no CPU slot is free" in waiting["waiting_for"]
     assert (seen["queued"], seen["running"]) == (1, 1)
     as_ann = await world.service.cluster("ann")
     assert (as_ann["nodes"][0]["held"][0]["job"], as_ann["nodes"][0]["held"][0]["owner"]) == (None, "admin")

@@ -70,6 +70,8 @@ async def test_a_job_travels_through_the_routes(http: httpx.AsyncClient, key: di
     assert [j["id"] for j in (await http.get("/v1/jobs", headers=key)).json()["jobs"]] == [job["id"]]
     assert (await http.get("/v1/cluster", headers=key)).json()["nodes"][0]["free_cpu_slots"] == 0
     assert (await http.get(f"{path}/logs", headers=key)).json() == {"text": "", "offset": 0, "finished": False}
+    assert (await http.get(f"{path}/logs?source=server", headers=key)).json()["text"] == ""
+    assert (await http.get(f"{path}/logs?source=else", headers=key)).json()["code"] == "invalid_request"
     assert (await http.get(f"{path}/metrics", headers=key)).json() == {"rows": [], "next": 0, "finished": False}
     assert (await http.post(f"{path}/complete", headers=key)).json()["state"] == "COMPLETED"
     assert (await http.get(f"{path}/logs", headers=key)).json()["finished"]

@@ -1,7 +1,12 @@
 """The scheduler's promises, with everything real but the servers."""
 
 import asyncio
+import base64
+import hashlib
+import io
 import os
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,8 +154,25 @@ async def test_bad_submissions_are_refused_and_leave_nothing(world: Any) -> None
         await world.service.submit("admin", {"kind": "interactive", "base_model": "m", "resources": {"gpus": 2}})
     with pytest.raises(InvalidRequestError, match="damaged"):
         await world.interactive(code={"zip": "AAAA", "sha256": "0" * 64})
+    with pytest.raises(InvalidRequestError, match="cannot be unpacked"):
+        await world.interactive(code=_code(_with_a_damaged_second_file()))
     assert (await world.service.jobs("admin"))["jobs"] == []
     assert not world.settings.runs_dir.exists() or not os.listdir(world.settings.runs_dir)
+
+
+def _code(content: bytes) -> dict[str, str]:
+    return {"zip": base64.b64encode(content).decode(), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _with_a_damaged_second_file() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("fine.py", "x = 1\n")
+        start = buffer.tell() + 30 + len("pkg/damaged.py")
+        archive.writestr("pkg/damaged.py", "x = 1\n" * 200)
+    content = bytearray(buffer.getvalue())
+    content[start : start + 4] = b"\xff\xff\xff\xff"
+    return bytes(content)
 
 
 async def test_another_owners_job_does_not_exist(world: Any) -> None:
@@ -215,6 +237,39 @@ async def test_shutdown_ends_every_job_and_refuses_new_ones(world: Any) -> None:
     assert world.launcher.servers == {}
     with pytest.raises(ConflictError):
         await world.interactive()
+
+
+async def test_logs_are_the_drivers_or_where_none_runs_the_servers(world: Any) -> None:
+    async def read(job: dict[str, Any], source: Any = None) -> str:
+        text: str = (await world.service.logs("admin", job["id"], 0, source))["text"]
+        return text
+
+    def write(job: dict[str, Any], source: str) -> None:
+        Path(job["run_dir"], f"{source}.log").write_text(f"the {source} of {job['id']}\n")
+
+    driven = await world.reach(await world.rl(), "RUNNING")
+    write(driven, "server")
+    assert (await read(driven), await read(driven, "server")) == ("", f"the server of {driven['id']}\n")
+    write(driven, "driver")
+    assert await read(driven) == await read(driven, "driver") == f"the driver of {driven['id']}\n"
+    await world.service.cancel("admin", driven["id"])
+    assert await read(driven) == f"the driver of {driven['id']}\n"
+
+    interactive = await world.reach(await world.interactive(), "RUNNING")
+    write(interactive, "server")
+    assert await read(interactive) == await read(interactive, "server") == f"the server of {interactive['id']}\n"
+    assert await read(interactive, "driver") == ""
+    await world.service.cancel("admin", interactive["id"])
+
+    world.launcher.may_start.clear()
+    failed = await world.reach(await world.rl(), "STARTING")
+    await world.until(lambda: len(world.launcher.servers) == 1)
+    (spec,) = world.launcher.servers.values()
+    assert spec.log_path == str(Path(failed["run_dir"], "server.log"))
+    write(failed, "server")
+    assert await read(failed) == ""
+    await world.service.cancel("admin", failed["id"])
+    assert await read(failed) == f"the server of {failed['id']}\n"
 
 
 async def test_the_events_tell_a_jobs_story(world: Any) -> None:

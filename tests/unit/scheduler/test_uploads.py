@@ -2,10 +2,13 @@ import base64
 import hashlib
 import io
 import stat
+import tempfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from opentinker.errors import InvalidRequestError
 from opentinker.scheduler import uploads
@@ -55,6 +58,32 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch: py
 def test_what_cannot_be_unpacked_leaves_nothing(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         unpack(content, tmp_path / "code")
+    assert not (tmp_path / "code").exists()
+
+
+@given(data=st.data(), method=st.sampled_from([zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]))
+@settings(max_examples=300, deadline=None)
+def test_damage_anywhere_in_a_zip_is_the_uploaders_error_and_leaves_nothing(data: st.DataObject, method: int) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        archive.writestr("env.py", "x = 1\n" * 20 + "y = 2\n" * 20)
+    content = bytearray(buffer.getvalue())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            unpack(bytes(content), Path(folder, "jobs/code"))
+        except InvalidRequestError:
+            assert not Path(folder, "jobs/code").exists()
+            assert list(Path(folder).rglob("*.py")) == []
+
+
+def test_a_damaged_deflate_stream_is_refused(tmp_path: Path) -> None:
+    content = bytearray(zipped(("env.py", "x = 1\n" * 200)))
+    start = 30 + len("env.py")
+    content[start : start + 4] = b"\xff\xff\xff\xff"
+    with pytest.raises(InvalidRequestError, match="cannot be unpacked"):
+        unpack(bytes(content), tmp_path / "code")
     assert not (tmp_path / "code").exists()
 
 

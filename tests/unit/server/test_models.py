@@ -75,6 +75,20 @@ def test_a_known_model_is_converted_once(tmp_path: Path, conversions: list[Path]
     assert sorted(p.name for p in first.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("variable", "expected"), [("xdg", "xdg"), (None, "home/.cache"), ("", "home/.cache"), ("./x", "home/.cache")]
+)
+def test_the_cache_is_where_the_xdg_specification_puts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conversions: list[Path], variable: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg") if variable == "xdg" else variable)
+    found = models.resolve_model("smollm2-135m")
+    assert found.parent == tmp_path / expected / "opentinker" / "models"
+
+
 def test_processes_that_convert_at_once_all_get_a_whole_model(tmp_path: Path, conversions: list[Path]) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: models.resolve_model("smollm2-135m", tmp_path), range(8)))

@@ -1,6 +1,7 @@
 """Checkpoints are written whole or not at all; a real full disk and a real file-size limit included."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,103 @@ def test_a_replacement_interrupted_between_its_renames_is_undone(tmp_path: Path)
     write_checkpoint(tmp_path / "c", write)
     (tmp_path / "c").rename(tmp_path / ".c.previous")
     assert open_checkpoint(tmp_path / "c")["step"] == 1
+
+
+STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+"""Audit events of everything that changes the disk, and of every file that is opened."""
+
+
+def save_number(number: int, folder: Path) -> None:
+    def into(empty: Path) -> dict[str, Any]:
+        (empty / "weights").write_text(str(number))
+        return seal(empty, {"step": number})
+
+    write_checkpoint(folder, into)
+
+
+def leave(state: str, folder: Path) -> None:
+    """What is on the disk before the save: checkpoint 1, as one of these interruptions left it."""
+    if state != "nothing":
+        save_number(1, folder)
+    match state:
+        case "between the renames":
+            folder.rename(folder.with_name(".c.previous"))
+        case "before the old one was removed":
+            shutil.copytree(folder, folder.with_name(".c.previous"))
+        case "in the middle of a write":
+            shutil.copytree(folder, folder.with_name(".c.0123abcd.tmp"))
+
+
+def save_and_stop_at(step: int, failure: str, folder: Path) -> bool:
+    """Save checkpoint 2 in a process that dies at the nth step, or is refused it by the system; whether it got that far."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    taken, reached = 0, False
+
+    def count(event: str, _: Any) -> None:
+        nonlocal taken, reached
+        if event not in STEPS:
+            return
+        taken += 1
+        if taken == step:
+            reached = True
+            if failure == "dies":
+                os._exit(7)
+            raise OSError(5, "Input/output error")
+
+    code = 1
+    try:
+        sys.addaudithook(count)
+        try:
+            save_number(2, folder)
+        except CheckpointError:
+            code = 7 if reached else 1
+        else:
+            code = 7 if reached else 0
+    finally:
+        os._exit(code)
+
+
+@pytest.mark.parametrize("failure", ["dies", "is refused"])
+@pytest.mark.parametrize(
+    "before",
+    ["nothing", "a checkpoint", "between the renames", "before the old one was removed", "in the middle of a write"],
+)
+def test_wherever_a_save_stops_a_whole_checkpoint_is_there_and_the_next_save_works(
+    tmp_path: Path, before: str, failure: str
+) -> None:
+    step, found = 0, set()
+    while True:
+        step += 1
+        root = tmp_path / str(step)
+        folder = root / "c"
+        root.mkdir()
+        (root / ".c.more.0123abcd.tmp").mkdir()  # another checkpoint's
+        leave(before, folder)
+        if not save_and_stop_at(step, failure, folder):
+            break
+        if any((root / name).exists() for name in ("c", ".c.previous")):
+            found.add(open_checkpoint(folder)["step"])
+        else:
+            found.add(0)
+        save_number(3, folder)
+        assert open_checkpoint(folder)["step"] == 3
+        assert names(root) == [".c.more.0123abcd.tmp", "c"]
+    assert step > 10
+    old = 0 if before == "nothing" else 1
+    # A first checkpoint that the system refused is gone altogether.
+    assert found == ({old} if (old, failure) == (0, "is refused") else {old, 2})
+
+
+def test_a_leftover_beside_a_checkpoint_does_not_replace_it_when_a_save_fails(tmp_path: Path) -> None:
+    leave("before the old one was removed", tmp_path / "c")
+    save_number(2, tmp_path / "c")
+    shutil.copytree(tmp_path / "c", tmp_path / ".c.previous")
+    save_number(3, tmp_path / "c")
+    with pytest.raises(RuntimeError):
+        write_checkpoint(tmp_path / "c", lambda _: (_ for _ in ()).throw(RuntimeError("midway")))
+    assert open_checkpoint(tmp_path / "c")["step"] == 3
 
 
 WRITER = """
