@@ -194,7 +194,7 @@ async def story(folder: Path, fuse: Fuse) -> Site:
         ended = await site.reach(job, "COMPLETED", "FAILED", "CANCELLED")
         assert ended["state"] == end, ended["cause"]
     await site.idle()
-    stored = await site.service.jobs("ann")
+    stored = (await site.service.jobs("ann"))["jobs"]
     assert sorted(job["id"] for job in stored) == sorted(job["id"] for job in jobs)
     assert site.cluster.processes == {}
     assert site.cluster.runs == {jobs[0]["id"]: 1, jobs[2]["id"]: 1}
