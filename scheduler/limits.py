@@ -41,20 +41,32 @@ class TokenBucket:
 
 class LoginLimiter:
     """An address that failed too often is not listened to for a while. When failures come from everywhere, one is enough for
-    an address to be shut out; a valid key at an address that did not fail always gets in."""
+    an address to be shut out. A valid key always gets in at an address that did not fail, or where it got in before: the
+    others behind one address are not at a guesser's mercy."""
 
     def __init__(self, now: float) -> None:
         self._all = TokenBucket(GLOBAL_BURST, GLOBAL_PER_S, GLOBAL_BURST, now)
         self._addresses: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()
 
-    def wait_s(self, address: str, now: float) -> float:
+    def wait_s(self, address: str, fingerprint: str, now: float) -> float:
         """How long this address has to wait before it may try a key; 0 if it may now."""
-        bucket = self._addresses.get(network_of(address))
-        return 0.0 if bucket is None else bucket.wait_s(now)
+        network = network_of(address)
+        bucket = self._addresses.get(network)
+        return 0.0 if bucket is None or (network, fingerprint) in self._known else bucket.wait_s(now)
 
-    def failed(self, address: str, now: float) -> bool:
+    def succeeded(self, address: str, fingerprint: str) -> None:
+        """Note a valid key."""
+        known = (network_of(address), fingerprint)
+        self._known[known] = None
+        self._known.move_to_end(known)
+        if len(self._known) > MAX_ADDRESSES:
+            self._known.popitem(last=False)
+
+    def failed(self, address: str, fingerprint: str, now: float) -> bool:
         """Note a wrong key; whether failures are still few enough to be worth a line each in the audit."""
         network = network_of(address)
+        self._known.pop((network, fingerprint), None)  # it was valid once
         bucket = self._addresses.pop(network, None) or TokenBucket(PER_ADDRESS_BURST, PER_ADDRESS_PER_S, PER_ADDRESS_BURST, now)
         self._addresses[network] = bucket  # at the end: the first one is the one that failed longest ago
         if len(self._addresses) > MAX_ADDRESSES:

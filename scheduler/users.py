@@ -92,7 +92,8 @@ class UserDirectory:
             AuthenticationError: it is not valid: unknown, revoked, or of a disabled user.
             RateLimitedError: too many wrong keys came from this address.
         """
-        wait_s = self._limiter.wait_s(address, self._steady())
+        fingerprint = key_digest(self._secret, key)
+        wait_s = self._limiter.wait_s(address, fingerprint, self._steady())
         if wait_s > 0.0:
             raise RateLimitedError(
                 "too many wrong API keys from this address", hint=f"try again in {wait_s:.0f} s", retry_after_s=wait_s
@@ -103,8 +104,9 @@ class UserDirectory:
             if user is None or user.disabled:
                 raise unauthenticated()
         except AuthenticationError:
-            self._wrong_key(address)
+            self._wrong_key(address, fingerprint)
             raise
+        self._limiter.succeeded(address, fingerprint)
         self._used(found)
         return Caller(user.name, _allowed(user, found), address)
 
@@ -210,9 +212,9 @@ class UserDirectory:
         self._store.save(*records, AuditEvent(self._now(), by.name, action, target[:200], by.address))
         logger.info("event=%s actor=%s target=%r", action, by.name, target)
 
-    def _wrong_key(self, address: str) -> None:
+    def _wrong_key(self, address: str, fingerprint: str) -> None:
         now = self._steady()
-        few = self._limiter.failed(address, now)
+        few = self._limiter.failed(address, fingerprint, now)
         # A flood gets one line a minute: it must fill neither the disk nor the log.
         if not few and now - self._marked_at < _MARK_S:
             return

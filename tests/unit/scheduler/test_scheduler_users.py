@@ -214,6 +214,10 @@ async def test_who_guesses_is_shut_out_for_a_while_and_others_are_not(users: Use
             users.authenticate("ot-guess", "198.51.100.9")
     with pytest.raises(RateLimitedError) as caught:
         users.authenticate(secret, "198.51.100.9")
+    users.authenticate(secret, "192.0.2.1")
+    for _ in range(int(PER_ADDRESS_BURST) + 5):
+        with pytest.raises((AuthenticationError, RateLimitedError)):
+            users.authenticate("ot-guess", "192.0.2.1")
     assert users.authenticate(secret, "192.0.2.1").name == "ann"
     world.clock.now += caught.value.retry_after_s
     assert users.authenticate(secret, "198.51.100.9").name == "ann"
