@@ -3,7 +3,6 @@ that they can never wait for a core that the job itself holds."""
 
 import asyncio
 import logging
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, U
 from opentinker.scheduler.driver import LOG_NAME, DriverProcess
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
-from opentinker.scheduler.placement import Demand, Node, threads_for
+from opentinker.scheduler.placement import Demand, Node, parse_groups, threads_for
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.processes import JOB_VARIABLE, reap
 from opentinker.scheduler.settings import Settings
@@ -247,12 +246,6 @@ def _gpu_indexes(_: Any) -> list[int]:
     return [int(index) for index in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
 
 
-def _groups(label: str) -> tuple[tuple[int, ...], ...]:
-    """GPU groups of a node label such as "0-3.4-7"; none if it is not of that form."""
-    matches = [re.fullmatch(r"(\d+)-(\d+)", part) for part in label.split(".")]
-    return tuple(tuple(range(int(m[1]), int(m[2]) + 1)) for m in matches if m) if all(matches) else ()
-
-
 def _node(entry: dict[str, Any]) -> Node:
     has = entry["Resources"]
     return Node(
@@ -261,7 +254,7 @@ def _node(entry: dict[str, Any]) -> Node:
         gpus=int(has.get("GPU", 0)),
         cpu_slots=int(has.get(CPU_SLOT, 0)),
         cpus=int(has.get("CPU", 1)),
-        gpu_groups=_groups(entry.get("Labels", {}).get(GPU_GROUPS, "")),
+        gpu_groups=parse_groups(entry.get("Labels", {}).get(GPU_GROUPS, "")),
     )
 
 

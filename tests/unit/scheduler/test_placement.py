@@ -5,7 +5,17 @@ from hypothesis import strategies as st
 from opentinker.config.base import parse_config
 from opentinker.config.job import Resources, RoleResources, ServerConfig
 from opentinker.errors import ConfigError
-from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on, roles_of, server_config, threads_for
+from opentinker.scheduler.placement import (
+    Allocation,
+    Demand,
+    Node,
+    demand_of,
+    free_on,
+    parse_groups,
+    roles_of,
+    server_config,
+    threads_for,
+)
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import schedule
 from opentinker.scheduler.quotas import check_quota
@@ -85,6 +95,13 @@ def test_the_engine_of_a_shared_gpu_takes_its_part_of_the_share() -> None:
     config = ServerConfig(base_model="m")
     assert server_config(config, Demand(0.5)).engine.memory_fraction == config.engine.memory_fraction / 2
     assert server_config(config, Demand(2)) is config
+
+
+def test_a_label_names_the_groups_of_gpus_or_nothing() -> None:
+    assert parse_groups("0-3.4-7") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert parse_groups("0-1") == ((0, 1),)
+    for nonsense in ("", "0", "a-b", "0-3,4-7", "0-3.", "-1-3"):
+        assert parse_groups(nonsense) == ()
 
 
 def test_free_room_is_counted_with_fractions() -> None:
