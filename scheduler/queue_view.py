@@ -10,6 +10,7 @@ from opentinker.scheduler.fairshare import UsageLedger, cost_of
 from opentinker.scheduler.placement import Demand
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import Policy
+from opentinker.scheduler.quotas import policy_of
 from opentinker.scheduler.records import Job, LiveJob
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.states import JobState
@@ -25,18 +26,17 @@ class QueueView:
     """Job views and usage over a store. The reconciler tells it what starts and what ends; the rest it reads."""
 
     def __init__(self, store: JobStore, settings: Settings, now: float) -> None:
-        self.policy = Policy(
-            settings.shares,
-            settings.quota,
-            settings.quotas,
-            half_life_s=settings.usage_half_life_s,
-            patience_s=settings.patience_s,
-        )
+        self._settings = settings
         self._store = store
         self._views: dict[str, JobView] = {}
         self._ledger = UsageLedger(settings.usage_half_life_s)
         for use in store.past_use(now - _FORGOTTEN_HALF_LIVES * settings.usage_half_life_s):
             self._ledger.charge(use.owner, cost_of([Demand(use.gpus, use.cpu_slots)]), use.begin, use.end)
+
+    @property
+    def policy(self) -> Policy:
+        """How the cluster is shared now."""
+        return policy_of(self._settings)
 
     def jobs(self) -> list[JobView]:
         """Jobs that have not ended, in the order of their submission."""

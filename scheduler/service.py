@@ -95,7 +95,7 @@ class SchedulerService:
                     return self._view(earlier)
             await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
             demand = demand_of(parsed.resources, await self._launcher.nodes())
-            check_quota(self._settings.quotas.get(owner, self._settings.quota), demand, parsed.scheduling.priority)
+            check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.runs_dir / job_id
             await asyncio.to_thread(_prepare, run_dir, code)

@@ -1,3 +1,6 @@
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +21,8 @@ from opentinker.scheduler.placement import (
 )
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import schedule
-from opentinker.scheduler.quotas import check_quota
-from opentinker.scheduler.settings import Quota
+from opentinker.scheduler.quotas import check_quota, policy_of
+from opentinker.scheduler.settings import Quota, Settings
 from opentinker.scheduler.states import JobState
 
 clusters = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), min_size=1, max_size=5).map(
@@ -81,13 +84,39 @@ def test_the_split_layout_is_refused_as_long_as_servers_cannot_do_it() -> None:
     assert "resources.gpus" in caught.value.hint
 
 
+@dataclass
+class User:
+    name: str
+    share: float = 1.0
+    max_gpus: float | None = None
+    max_jobs: int | None = None
+
+
+def test_what_is_kept_of_a_user_comes_before_the_settings(tmp_path: Path) -> None:
+    settings = Settings(
+        state_dir=tmp_path,
+        runs_dir=tmp_path,
+        quota=Quota(gpus=4, jobs=2),
+        quotas={"ann": Quota(gpus=8), "bob": Quota(gpus=1)},
+        shares={"ann": 3.0, "bob": 2.0},
+    )
+    policy = policy_of(settings, [User("ann"), User("bob", share=5.0, max_gpus=16.0), User("cy", max_jobs=7)])
+    assert [policy.quota_of(name) for name in ("ann", "bob", "cy", "dan")] == [
+        Quota(gpus=8),
+        Quota(gpus=16),
+        Quota(gpus=4, jobs=7),
+        Quota(gpus=4, jobs=2),
+    ]
+    assert policy.shares == {"ann": 3.0, "bob": 5.0}
+
+
 def test_what_no_waiting_could_change_is_refused_at_once() -> None:
     check_quota(Quota(gpus=4, jobs=1, max_priority=0), Demand(4), 0)
     with pytest.raises(ConfigError, match="asks for 8 GPUs; your quota is 4 GPUs"):
         check_quota(Quota(gpus=4), Demand(8), 0)
     with pytest.raises(ConfigError, match="lets no job run"):
         check_quota(Quota(jobs=0), Demand(1), 0)
-    with pytest.raises(ConfigError, match="priority: 3 is above 0"):
+    with pytest.raises(ConfigError, match="priority: 3 is above your highest, 0"):
         check_quota(Quota(max_priority=0), Demand(1), 3)
 
 

@@ -251,7 +251,7 @@ async def test_a_quota_refuses_what_can_never_run_and_lets_the_rest_wait(world: 
     world.launcher.cluster = [Node("n1", "here", gpus=8, cpu_slots=0)]
     with pytest.raises(ConfigError, match="asks for 4 GPUs; your quota is 2 GPUs"):
         await world.interactive(owner="bob", resources={"gpus": 4})
-    with pytest.raises(ConfigError, match="priority: 5 is above 0"):
+    with pytest.raises(ConfigError, match="priority: 5 is above your highest, 0"):
         await world.interactive(owner="bob", scheduling={"priority": 5})
     bobs = [await world.interactive(owner="bob", resources={"gpus": 2}) for _ in range(2)]
     admins = await world.interactive(resources={"gpus": 4})
