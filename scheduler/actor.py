@@ -12,14 +12,13 @@ from ray.exceptions import RayActorError, RayTaskError
 from opentinker.config.base import parse_config
 from opentinker.errors import DeadlineError, OpenTinkerError, UnavailableError
 from opentinker.scheduler.auth import new_server_secret
-from opentinker.scheduler.ray_launcher import RayLauncher
+from opentinker.scheduler.ray_launcher import NAMESPACE, RayLauncher
 from opentinker.scheduler.service import MAX_WAIT_S, SchedulerService
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.store import SqlStore
 
 NAME = "scheduler"
-NAMESPACE = "opentinker"
 MAX_CALLS = 1000
 """Calls in progress, most of them waiting for something to change."""
 CALL_S = MAX_WAIT_S + 30.0

@@ -22,9 +22,9 @@ from ray.exceptions import RayError
 
 from opentinker.config.base import parse_config
 from opentinker.errors import ConfigError, ConflictError, UnavailableError
-from opentinker.scheduler.actor import NAMESPACE, RemoteScheduler, create_scheduler
+from opentinker.scheduler.actor import RemoteScheduler, create_scheduler
 from opentinker.scheduler.api import create_app
-from opentinker.scheduler.ray_launcher import CPU_SLOT
+from opentinker.scheduler.ray_launcher import CPU_SLOT, NAMESPACE
 from opentinker.scheduler.service import SHUTDOWN_S
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
@@ -141,7 +141,7 @@ def _local_ray(cpu_slots: int | None, gpus: int | None) -> Iterator[str]:
     _refuse_second_ray()
     # Ray generates this file too, but readable by everybody; whoever reads it can run code as this user.
     if not any(os.environ.get(name) for name in _RAY_TOKEN_VARIABLES):
-        write_secret(Path.home() / ".ray" / "auth_token", lambda: secrets.token_hex(32))
+        write_secret(Path.home() / ".ray" / "auth_token", lambda: secrets.token_hex(32), shortest=1)
     slots = max(1, (os.cpu_count() or 1) // 2) if cpu_slots is None else cpu_slots
     folder = tempfile.mkdtemp(prefix=RAY_DIR.name, dir=RAY_DIR.parent)
     try:

@@ -14,9 +14,13 @@ LOG_NAME = "driver.log"
 
 
 class DriverProcess:
-    """A Ray actor. Its one long call runs in the main thread, where user code may use signals."""
+    """A Ray actor. Its one long call runs in the main thread, where user code may use signals.
+
+    It lives until it is killed, so that a scheduler that restarted while it ran can still fetch how it ended.
+    """
 
     def __init__(self, job_id: str, run_dir: str) -> None:
+        self._outcome: dict[str, str] | None = None
         log = os.open(Path(run_dir) / LOG_NAME, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
@@ -38,14 +42,21 @@ class DriverProcess:
     def run(
         self, function: str, config: dict[str, Any], endpoint: str, token: str, policy: str, run_dir: str, code_dir: str | None
     ) -> dict[str, str]:
-        """Run the driver; blocks.
+        """Run the driver; blocks. A second call, which Ray lets begin after the first, only returns what that one did.
 
         Returns:
             {"cause", "code"}: both empty when it succeeded. Errors do not travel as exceptions, because those of user code
             may not unpickle elsewhere; the traceback is in the log.
         """
+        if self._outcome is None:
+            self._outcome = self._run(
+                function, config, endpoint=endpoint, token=token, policy=policy, run_dir=run_dir, code_dir=code_dir
+            )
+        return self._outcome
+
+    def _run(self, function: str, config: dict[str, Any], **arguments: str | None) -> dict[str, str]:
         try:
-            load(function)(config, endpoint=endpoint, token=token, policy=policy, run_dir=run_dir, code_dir=code_dir)
+            load(function)(config, **arguments)
         except OpenTinkerError as error:
             traceback.print_exc()
             return {"cause": _one_line(str(error)), "code": error.code}

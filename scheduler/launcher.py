@@ -53,7 +53,8 @@ class Launcher(Protocol):
         ...
 
     async def launch(self, spec: ServerSpec) -> Launched:
-        """Start a server and create its policy. Cancelling it is fine; `stop_server` cleans up in any case.
+        """Start a server and create its policy, or go on where an earlier scheduler's launch was cut off. Cancelling it is
+        fine; `stop_server` cleans up in any case.
 
         Raises:
             OpenTinkerError: it did not start; the message is fit for the job's cause.
@@ -65,11 +66,11 @@ class Launcher(Protocol):
         ...
 
     async def probe(self, server_id: str) -> str:
-        """Why a launched server is dead; empty while it lives."""
+        """Why a launched server is dead; empty while it lives. Also of servers that an earlier scheduler launched."""
         ...
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
-        """Run a job's driver to its end, whatever that is."""
+        """Run a job's driver to its end, whatever that is; one that already runs, or ran, is not run again."""
         ...
 
     async def stop_driver(self, job_id: str) -> None:

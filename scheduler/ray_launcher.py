@@ -4,11 +4,12 @@ that they can never wait for a core that the job itself holds."""
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
@@ -20,6 +21,8 @@ from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.processes import JOB_VARIABLE, reap
 from opentinker.scheduler.settings import Settings
 
+NAMESPACE = "opentinker"
+"""Ray's name space of the scheduler and all that it starts."""
 CPU_SLOT = "cpu_slot"
 """The custom Ray resource that a node's CPU slots are."""
 GPU_GROUPS = "opentinker.io/gpu-groups"
@@ -32,23 +35,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Parts:
-    """What exists of a server so far."""
+    """What exists of a server."""
 
-    group: PlacementGroup
-    worker: Any
-    front: Any
+    group: PlacementGroup | None = None
+    worker: Any = None
+    front: Any = None
     pids: dict[str, int] = field(default_factory=dict)
-    gpus: tuple[int, ...] = ()
-    """What Ray chose on the node; empty before it is known, and without GPUs."""
+    gpus: tuple[int, ...] | None = None
+    """What Ray chose on the node; None before it is known."""
 
 
 @dataclass
 class _Driver:
     actor: Any
+    arrived: bool
+    """Its process is up."""
     pid: int | None = None
 
 
 class RayLauncher:
+    """Everything that it starts has a name and outlives this process, so that a restarted scheduler finds it again."""
+
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._parts: dict[str, _Parts] = {}
@@ -61,7 +68,10 @@ class RayLauncher:
         node = next((node for node in await self.nodes() if node.id == spec.node_id), None)
         if node is None:
             raise UnavailableError("the node died before the server started")
-        parts = self._parts[spec.server_id] = self._create(spec, node)
+        parts = await self._known(spec.server_id)
+        if parts.front is not None and parts.worker is None:  # the worker is always created first
+            raise ServerLostError("the server's worker process died while the scheduler was down")
+        self._create(spec, node, parts)
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
                 return await self._start(spec, parts)
@@ -75,44 +85,67 @@ class RayLauncher:
         except RayTaskError as error:
             raise _other_side(error) from error
 
-    def _create(self, spec: ServerSpec, node: Node) -> _Parts:
+    async def _known(self, server_id: str) -> _Parts:
+        """What there is of a server, be it from an earlier life of the scheduler."""
+        if server_id not in self._parts:
+            group, worker, front = await asyncio.gather(
+                asyncio.to_thread(_find_group, server_id),
+                asyncio.to_thread(_find_actor, f"{server_id}.worker"),
+                asyncio.to_thread(_find_actor, f"{server_id}.front"),
+            )
+            self._parts.setdefault(server_id, _Parts(group, worker, front))
+        return self._parts[server_id]
+
+    def _create(self, spec: ServerSpec, node: Node, parts: _Parts) -> None:
+        """Create what is missing."""
         demand, worker_class, front_class = spec.demand, load(self._settings.worker_class), load(self._settings.front_class)
-        amounts = {"GPU": demand.gpus} if demand.gpus else {CPU_SLOT: demand.cpu_slots}
-        group = placement_group([amounts], strategy="STRICT_PACK", bundle_label_selector=[{"ray.io/node-id": node.id}])
+        if parts.group is None:
+            amounts = {"GPU": demand.gpus} if demand.gpus else {CPU_SLOT: demand.cpu_slots}
+            parts.group = placement_group(
+                [amounts],
+                strategy="STRICT_PACK",
+                name=spec.server_id,
+                lifetime="detached",
+                bundle_label_selector=[{"ray.io/node-id": node.id}],
+            )
         marker = {JOB_VARIABLE: spec.job_id}
-        worker = (
-            ray.remote(worker_class)
-            .options(
-                num_cpus=0,
-                num_gpus=demand.gpus,
-                resources={CPU_SLOT: demand.cpu_slots} if demand.cpu_slots else None,
-                max_concurrency=WORKER_THREADS,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-                # Ray would give a process without a CPU demand one thread; these are the slot's share of the cores.
-                runtime_env={"env_vars": {**marker, "OMP_NUM_THREADS": str(threads_for(node, demand))}},
+        if parts.worker is None:
+            parts.worker = (
+                ray.remote(worker_class)
+                .options(
+                    **_lasting(f"{spec.server_id}.worker"),
+                    num_cpus=0,
+                    num_gpus=demand.gpus,
+                    resources={CPU_SLOT: demand.cpu_slots} if demand.cpu_slots else None,
+                    max_concurrency=WORKER_THREADS,
+                    max_restarts=0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(parts.group, placement_group_bundle_index=0),
+                    # Ray would give a process without a CPU demand one thread; these are the slot's share of the cores.
+                    runtime_env={"env_vars": {**marker, "OMP_NUM_THREADS": str(threads_for(node, demand))}},
+                )
+                .remote(spec.config, spec.lora, spec.checkpoint_root)
             )
-            .remote(spec.config, spec.lora, spec.checkpoint_root)
-        )
-        front = (
-            ray.remote(front_class)
-            .options(
-                num_cpus=0,
-                max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-                runtime_env={"env_vars": marker},
+        if parts.front is None:
+            parts.front = (
+                ray.remote(front_class)
+                .options(
+                    **_lasting(f"{spec.server_id}.front"),
+                    num_cpus=0,
+                    max_restarts=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+                    runtime_env={"env_vars": marker},
+                )
+                .remote(parts.worker, {spec.policy_id: spec.token}, self._settings.server_host)
             )
-            .remote(worker, {spec.policy_id: spec.token}, self._settings.server_host)
-        )
-        return _Parts(group, worker, front)
 
     async def _start(self, spec: ServerSpec, parts: _Parts) -> Launched:
+        """Every step of it finds out that it was done before, so that it goes on where an earlier start was cut off."""
+        assert parts.group is not None
         await self._granted(parts.group, spec.demand)
 
         async def worker_up() -> dict[str, Any]:
             parts.pids["worker"] = int((await parts.worker.describe.remote())["pid"])
-            if spec.demand.gpus:
-                parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
+            await self._learn_gpus(parts)
             info: dict[str, Any] = await parts.worker.start.remote()
             return info
 
@@ -141,49 +174,70 @@ class RayLauncher:
 
     def gpus_of(self, server_id: str) -> tuple[int, ...]:
         parts = self._parts.get(server_id)
-        return () if parts is None else parts.gpus
+        return () if parts is None or parts.gpus is None else parts.gpus
+
+    async def _learn_gpus(self, parts: _Parts) -> None:
+        async with asyncio.timeout(self._settings.unresponsive_s):
+            parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
 
     async def probe(self, server_id: str) -> str:
-        parts = self._parts.get(server_id)
-        if parts is None:
+        parts = await self._known(server_id)
+        if parts.worker is None and parts.front is None:
             return "its server is gone"
+        for which, actor in (("worker", parts.worker), ("front", parts.front)):
+            if actor is None:
+                return f"the server's {which} process died while the scheduler was down"
         front, answer = await self._ask(parts, "front", parts.front.health)
         # The worker is asked after the front: whatever the front saw of its death, this sees too, and it is the cause.
         worker, _ = await self._ask(parts, "worker", parts.worker.describe)
         if worker or front:
             return worker or front
+        if parts.gpus is None:  # a server of an earlier life of the scheduler
+            await self._learn_gpus(parts)
         return "" if answer["ok"] else f"the server failed: {answer['cause']}"
 
     async def _ask(self, parts: _Parts, which: str, method: Any) -> tuple[str, dict[str, Any]]:
         """(fault, answer) of a liveness call."""
-        process, pid = f"the server's {which} process", parts.pids[which]
+        process = f"the server's {which} process"
         try:
             async with asyncio.timeout(self._settings.unresponsive_s):
-                return "", await method.remote()
+                answer: dict[str, Any] = await method.remote()
         except ActorUnavailableError:
             return "", {"ok": True}  # a connection broke; if the process is dead, the next probe hears of it
         except TimeoutError:
+            pid = parts.pids.get(which)
             return f"{process} (pid {pid}) did not respond for {self._settings.unresponsive_s:g} s", {}
         except RayActorError as error:
-            return _death(process, pid, error), {}
+            return _death(process, parts.pids.get(which), error), {}
         except RayTaskError as error:
-            return f"{process} (pid {pid}) failed: {_other_side(error)}", {}
+            return f"{process} (pid {parts.pids.get(which)}) failed: {_other_side(error)}", {}
+        parts.pids[which] = int(answer["pid"])
+        return "", answer
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
         functions = {"rl": self._settings.rl_driver}
-        actor = (
-            ray.remote(DriverProcess)
-            .options(
-                num_cpus=0,
-                max_restarts=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
-                runtime_env={"env_vars": {JOB_VARIABLE: spec.job_id}},
+        name = f"{spec.job_id}.driver"
+        actor = await asyncio.to_thread(_find_actor, name)
+        came_up = (Path(spec.run_dir) / LOG_NAME).exists()
+        if actor is None and came_up:
+            return DriverOutcome(f"the driver process died while the scheduler was down; see {LOG_NAME}")
+        if actor is None:
+            actor = (
+                ray.remote(DriverProcess)
+                .options(
+                    **_lasting(name),
+                    num_cpus=0,
+                    max_restarts=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
+                    runtime_env={"env_vars": {JOB_VARIABLE: spec.job_id}},
+                )
+                .remote(spec.job_id, spec.run_dir)
             )
-            .remote(spec.job_id, spec.run_dir)
-        )
-        driver = self._drivers[spec.job_id] = _Driver(actor)
+        driver = self._drivers[spec.job_id] = _Driver(actor, came_up)
         try:
+            # A driver at work answers neither of these before it is done, and then at once.
             driver.pid = int((await actor.describe.remote())["pid"])
+            driver.arrived = True
             outcome = await actor.run.remote(
                 functions[spec.kind], spec.config, spec.endpoint, spec.token, spec.policy_id, spec.run_dir, spec.code_dir
             )
@@ -196,15 +250,19 @@ class RayLauncher:
     async def stop_driver(self, job_id: str) -> None:
         driver = self._drivers.pop(job_id, None)
         if driver is not None:
-            await self._kill(driver.actor, on_its_way=driver.pid is None)
+            await self._kill(driver.actor, on_its_way=not driver.arrived)
+        elif (actor := await asyncio.to_thread(_find_actor, f"{job_id}.driver")) is not None:
+            ray.kill(actor)
 
     async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
-        parts = self._parts.get(server_id)
-        if parts is not None:
-            for which, actor in (("front", parts.front), ("worker", parts.worker)):
-                if graceful:
-                    await self._ask_to_stop(actor)
-                await self._kill(actor, on_its_way=which not in parts.pids)
+        parts = await self._known(server_id)
+        for which, actor in (("front", parts.front), ("worker", parts.worker)):
+            if actor is None:
+                continue
+            if graceful:
+                await self._ask_to_stop(actor)
+            await self._kill(actor, on_its_way=which not in parts.pids)
+        if parts.group is not None:
             remove_placement_group(parts.group)
         left = [pid for job_id in job_ids for pid in await self._reap(job_id, node_id)]
         if not left:
@@ -212,8 +270,8 @@ class RayLauncher:
         return left
 
     async def _kill(self, actor: Any, *, on_its_way: bool) -> None:
-        """Kill an actor. One whose process is still coming up is awaited first: Ray would forget the actor but keep the
-        process, idle, and with the job's environment."""
+        """Kill an actor. One whose process may still be coming up is awaited first: Ray would forget the actor but keep
+        the process, idle, and with the job's environment."""
         if on_its_way:
             try:
                 async with asyncio.timeout(self._settings.arrival_timeout_s):
@@ -244,6 +302,26 @@ class RayLauncher:
 def _gpu_indexes(_: Any) -> list[int]:
     """Runs in the worker's process."""
     return [int(index) for index in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
+
+
+def _lasting(name: str) -> dict[str, Any]:
+    """Actor options: found by its name, and not ended with the process that created it."""
+    return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+def _find_actor(name: str) -> Any:
+    """A living actor, or None."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _find_group(name: str) -> PlacementGroup | None:
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
 
 
 def _node(entry: dict[str, Any]) -> Node:

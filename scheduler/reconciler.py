@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from opentinker.scheduler.states import JobState, ServerState, move_job, move_se
 from opentinker.scheduler.store import JobStore
 
 logger = logging.getLogger(__name__)
-RESTARTED = "the scheduler restarted"
+RESTARTED = "scheduler_restarted"
 _ECHOES = frozenset({"server_lost", "unavailable", "deadline_exceeded"})
 """Codes of driver errors that a server's death may have caused."""
 
@@ -51,15 +52,14 @@ class Reconciler:
         self._changed = asyncio.Event()
 
     def recover(self) -> None:
-        """Take over the store of an earlier life: its servers died with it; what was queued stays queued."""
+        """Take over the store of an earlier life. Its jobs go on: the loop finds their processes again, or that they are gone.
+
+        The outage does not count against leases, for nobody could renew them.
+        """
         for job in self._store.live_jobs():
-            if job.state is not JobState.QUEUED:
-                self.end(job, JobState.FAILED, RESTARTED)
-            elif job.lease_expires_at is not None:
-                self._store.save(replace(job, lease_expires_at=self._now() + self._settings.lease_s))
-        for server, _ in self._store.open_servers():
-            if server.state is not ServerState.STOPPING:
-                self._store.save(replace(server, state=move_server(server.state, ServerState.STOPPING)))
+            if job.lease_expires_at is not None:
+                job = replace(job, lease_expires_at=self._now() + self._settings.lease_s)
+            self._record(job, RESTARTED)
 
     async def run(self) -> None:
         """Reconcile until cancelled."""
@@ -92,6 +92,7 @@ class Reconciler:
         snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy, usage)
         for decision in plan(snapshot):
             self._obey(decision)
+        self._attend()
 
     def wake(self) -> None:
         """Something changed: look now."""
@@ -145,7 +146,7 @@ class Reconciler:
             case End(job_id, state, cause):
                 self.end(self._job(job_id), state, cause)
             case Stop(server_id):
-                self._spawn(f"stop:{server_id}", self._stop(server_id))
+                self._spawn(f"stop:{server_id}", partial(self._stop, server_id))
 
     def _start(self, job: Job, where: Allocation) -> None:
         config = parse_job(job.config)
@@ -159,26 +160,44 @@ class Reconciler:
             cpu_slots=demand.cpu_slots,
         )
         policy = Policy(f"pol-{secrets.token_hex(8)}", job.id, server.id)
-        spec = ServerSpec(
+        started = replace(job, state=move_job(job.state, JobState.STARTING))
+        self._store.save(server, started, policy, Event(job.id, self._now(), "starting", f"{demand} on node {where.node_id}"))
+        self._queue.started(job.id, self._now())
+        self._announce(job.id, "starting", server=server.id, node=where.node_id)
+
+    def _attend(self) -> None:
+        """Give every server and every driver that a job needs the task that takes care of it; a restart leaves none."""
+        for server, policies in self._store.open_servers():
+            jobs = [job for policy in policies if (job := self._job(policy.job_id)) and not job.state.ended]
+            if not jobs or server.id in self._faults or f"stop:{server.id}" in self._tasks:
+                continue
+            if server.state is ServerState.STARTING:
+                self._spawn(f"server:{server.id}", partial(self._serve, server, policies[0], jobs[0]))
+            elif server.state is ServerState.READY:
+                self._spawn(f"server:{server.id}", partial(self._watch, server.id))
+            for job in jobs:
+                # One with a lease is driven from outside.
+                if job.state is JobState.RUNNING and job.lease_expires_at is None and job.id not in self._outcomes:
+                    self._spawn(f"driver:{job.id}", partial(self._drive, job))
+
+    def _server_spec(self, server: Server, policy: Policy, job: Job) -> ServerSpec:
+        config, demand = parse_job(job.config), Demand(server.gpus, server.cpu_slots)
+        return ServerSpec(
             server_id=server.id,
             job_id=job.id,
             policy_id=policy.id,
             token=self._token_of(policy.id),
-            node_id=where.node_id,
+            node_id=server.node_id,
             demand=demand,
             config=server_config(config.server(), demand).model_dump(mode="json"),
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.seed if isinstance(config, InteractiveJobConfig) else config.training.seed,
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),
         )
-        started = replace(job, state=move_job(job.state, JobState.STARTING))
-        self._store.save(server, started, policy, Event(job.id, self._now(), "starting", f"{demand} on node {where.node_id}"))
-        self._queue.started(job.id, self._now())
-        self._announce(job.id, "starting", server=server.id, node=where.node_id)
-        self._spawn(f"server:{server.id}", self._serve(spec))
 
-    async def _serve(self, spec: ServerSpec) -> None:
-        """Launch a server, then watch it until it dies or is stopped."""
+    async def _serve(self, server: Server, policy: Policy, job: Job) -> None:
+        """Launch a server, or go on launching it, then watch it until it dies or is stopped."""
+        spec = self._server_spec(server, policy, job)
         try:
             launched = await self._launcher.launch(spec)
         except OpenTinkerError as error:
@@ -188,19 +207,19 @@ class Reconciler:
             logger.exception("event=launch_failed job=%s server=%s", spec.job_id, spec.server_id)
             self._fault(spec.server_id, f"the server did not start: {type(error).__name__}: {' '.join(str(error).split())}")
             return
-        server = self._store.server(spec.server_id)
-        assert server is not None
+        now = self._store.server(server.id)
+        assert now is not None
         self._store.save(
             replace(
-                server,
-                state=move_server(server.state, ServerState.READY),
+                now,
+                state=move_server(now.state, ServerState.READY),
                 endpoint=launched.endpoint,
                 worker_pid=launched.worker_pid,
                 front_pid=launched.front_pid,
             )
         )
         self.wake()
-        await self._watch(spec.server_id)
+        await self._watch(server.id)
 
     async def _watch(self, server_id: str) -> None:
         while True:
@@ -212,8 +231,6 @@ class Reconciler:
     def _run(self, job: Job) -> None:
         running = replace(job, state=move_job(job.state, JobState.RUNNING), started_at=self._now())
         self._record(running, "running")
-        if job.lease_expires_at is None:  # nobody outside drives it
-            self._spawn(f"driver:{job.id}", self._drive(running))
 
     async def _drive(self, job: Job) -> None:
         policy = self._store.policies(job.id)[0]
@@ -290,13 +307,11 @@ class Reconciler:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `work` unless it runs already; an error is logged, and the plan leads to it again."""
-        if name in self._tasks:
-            work.close()
-            return
-        task = self._tasks[name] = asyncio.create_task(work, name=name)
-        task.add_done_callback(self._done)
+        if name not in self._tasks:
+            task = self._tasks[name] = asyncio.create_task(work(), name=name)
+            task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task.get_name(), None)

@@ -5,27 +5,45 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from opentinker.errors import ConfigError, ConflictError
 
+MIN_SECRET = 32
+"""Characters of the shortest secret of ours; less is a damaged file."""
 LOCK_PATIENCE_S = 1.0
 """Someone who only asks whether a cluster runs holds the lock for an instant."""
 
 
-def write_secret(path: Path, make: Callable[[], str]) -> str:
-    """The content of `path`; if there is none, it is made and written, readable by its owner only."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+def write_secret(path: Path, make: Callable[[], str], *, shortest: int = MIN_SECRET) -> str:
+    """The content of `path`; if there is none, it is made and written, readable by its owner only.
+
+    The file appears with its content or not at all, so that a crash or a full disk never leaves an empty secret.
+
+    Raises:
+        ConfigError: it cannot be written, or holds too little to be a secret.
+    """
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    except FileExistsError:
-        return path.read_text().strip()
-    secret = make()
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secret)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                with os.fdopen(os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+                    file.write(make())
+                    file.flush()
+                    os.fsync(file.fileno())
+                with suppress(FileExistsError):  # another process was faster
+                    os.link(draft, path)
+            finally:
+                draft.unlink(missing_ok=True)
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot write the secret {path}: {error.strerror}") from error
+    if len(secret) < shortest:
+        raise ConfigError(f"{path} holds no secret", hint="delete the file, and a new secret is made")
     return secret
 
 

@@ -32,13 +32,21 @@ class WorkerProcess:
         self._lora = None if lora is None else parse_config(LoraConfig, lora)
         self._checkpoint_root = Path(checkpoint_root)
         self._loaded = threading.Event()
+        self._starting = threading.Lock()
+        self._info: dict[str, Any] | None = None
 
     def start(self) -> dict[str, Any]:
-        """Load everything; what clients may know of it.
+        """Load everything, once; what clients may know of it.
 
         Raises:
             UnknownModelError, EngineError: the model cannot be loaded.
         """
+        with self._starting:
+            if self._info is None:
+                self._info = self._start()
+        return self._info
+
+    def _start(self) -> dict[str, Any]:
         # Torch and transformers load here, in the actor, and not with this module.
         from opentinker.server.loading import load_parts, server_info
         from opentinker.server.models import resolve_model
@@ -75,10 +83,15 @@ class FrontProcess:
         app = create_app(RayWorker(worker_handle), tokens)
         self._front: Front = app.state.front
         self._listener = Listener(app, host)
+        self._starting = asyncio.Lock()
+        self._endpoint: str | None = None
 
     async def start(self) -> dict[str, Any]:
-        """Bind a port and answer on it; `/v1` answers 503 until `attach`. {"endpoint", "pid"}."""
-        return {"endpoint": await self._listener.start(), "pid": os.getpid()}
+        """Bind a port, once, and answer on it; `/v1` answers 503 until `attach`. {"endpoint", "pid"}."""
+        async with self._starting:
+            if self._endpoint is None:
+                self._endpoint = await self._listener.start()
+        return {"endpoint": self._endpoint, "pid": os.getpid()}
 
     async def attach(self, info: Mapping[str, Any]) -> None:
         """Open `/v1`; `info` is what the worker's `start` returned."""
@@ -102,11 +115,11 @@ class FrontProcess:
         return result
 
     async def health(self) -> dict[str, Any]:
-        """{"ok", "cause"}: whether requests are answered, and why not."""
+        """{"ok", "cause", "pid"}: whether requests are answered, and why not."""
         lost = self._front.dispatcher.lost
         if lost is None and not self._listener.alive:
             lost = ServerLostError("the HTTP server ended; its log says why")
-        return {"ok": lost is None, "cause": "" if lost is None else str(lost)}
+        return {"ok": lost is None, "cause": "" if lost is None else str(lost), "pid": os.getpid()}
 
     async def stop(self) -> None:
         """Fail what is pending and close the port."""

@@ -7,7 +7,10 @@ from typer.core import TyperGroup
 
 from opentinker.cli import cancel, demo, describe, down, logs, ps, submit, train, up
 from opentinker.cli.common import print_error
-from opentinker.errors import OpenTinkerError
+from opentinker.errors import ConfigError, OpenTinkerError
+
+_EXTRAS = dict.fromkeys(("ray", "fastapi", "uvicorn", "sqlalchemy", "psutil", "starlette", "torch", "transformers"), "cluster")
+"""Which extra brings a package that the light client lacks."""
 
 
 class _Commands(TyperGroup):
@@ -18,6 +21,13 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except OpenTinkerError as error:
             print_error(error)
+            raise typer.Exit(1) from None
+        except ModuleNotFoundError as error:
+            if (extra := _EXTRAS.get(str(error.name).partition(".")[0])) is None:
+                raise
+            print_error(
+                ConfigError(f"this command needs the package '{error.name}'", hint=f"pip install 'opentinker[{extra}]'")
+            )
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None

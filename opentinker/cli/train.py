@@ -58,7 +58,9 @@ def train(
             with Progress(job.name or job.environment.name, job.training.steps) as progress, hosted.explained():
                 summary = run_rl_job(
                     job.model_dump(mode="json"),
-                    **hosted.server,
+                    endpoint=hosted.server["endpoint"],
+                    token=hosted.server["token"],
+                    policy=hosted.server["policy"],
                     run_dir=runs_dir / hosted.id,
                     code_dir=code_dir,
                     listeners=(progress,),

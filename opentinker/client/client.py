@@ -207,9 +207,11 @@ class Job:
             logger.warning("job=%s could not be ended (%s); its lease will expire", self.id, error)
 
     def _beat(self) -> None:
-        while not self._closed.wait(float(self._record.get("lease_s") or 30.0) / 3):
+        lease_s = float(self._record.get("lease_s") or 30.0)
+        # Several beats may fail, each by its full timeout, before the lease is in danger.
+        while not self._closed.wait(lease_s / 6):
             try:
-                record = self._scheduler.heartbeat(self.id)
+                record = self._scheduler.heartbeat(self.id, timeout_s=lease_s / 6)
             except (UnavailableError, DeadlineError) as error:
                 logger.warning("job=%s heartbeat failed: %s", self.id, error)
                 continue

@@ -23,10 +23,23 @@ class LocalCluster:
     key: str | None
 
     def serves(self, url: str) -> bool:
-        """Whether `url` is this cluster's address, by whatever name of this machine."""
+        """Whether `url` is this cluster's address, by whatever name of this machine, and the cluster lives.
+
+        After its death the same address may lead elsewhere, such as through a tunnel.
+        """
         mine, theirs = urlsplit(self.url), urlsplit(url)
         same_host = mine.hostname == theirs.hostname or {mine.hostname, theirs.hostname} <= _LOOPBACK
-        return same_host and mine.port == theirs.port
+        return same_host and mine.port == theirs.port and _is_alive(self.pid)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's process
+    return True
 
 
 def local_cluster(state_dir: Path = STATE_DIR) -> LocalCluster | None:
@@ -41,8 +54,8 @@ def local_cluster(state_dir: Path = STATE_DIR) -> LocalCluster | None:
 
 
 def find_cluster(url: str | None, key: str | None, state_dir: Path = STATE_DIR) -> tuple[str, str]:
-    """(url, key) of the cluster to talk to. The key is the argument, else the environment variable's, else the local
-    cluster's if the url is its address; without a url the local cluster is meant.
+    """(url, key) of the cluster to talk to. The key is the argument, else the local cluster's if the url is its address,
+    else the environment variable's, which may be meant for another cluster; without a url the local cluster is meant.
 
     Raises:
         UnavailableError: no url, and no local cluster.
@@ -55,9 +68,9 @@ def find_cluster(url: str | None, key: str | None, state_dir: Path = STATE_DIR) 
                 "no cluster is running on this machine", hint="start one with `opentinker up`, or pass its URL"
             )
         url = local.url
-    key = key or os.environ.get(API_KEY_VARIABLE)
-    if key is None and local is not None and local.serves(url):
+    if not key and local is not None and local.serves(url):
         key = local.key
+    key = key or os.environ.get(API_KEY_VARIABLE)
     if not key:
         raise AuthenticationError(f"no API key for {url}", hint=f"pass it, or set the environment variable {API_KEY_VARIABLE}")
     return url.rstrip("/"), key

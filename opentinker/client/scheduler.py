@@ -52,8 +52,10 @@ class SchedulerClient:
         events: list[dict[str, Any]] = self._call("GET", f"{_path(job_id)}/events")["events"]
         return events
 
-    def heartbeat(self, job_id: str) -> dict[str, Any]:
-        return self._call("POST", f"{_path(job_id)}/heartbeat")
+    def heartbeat(self, job_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Renew a lease. One attempt with a short timeout on a fresh connection: the caller beats again soon."""
+        with httpx.Client(base_url=self.url, headers=self._http.headers) as http:
+            return self._call("POST", f"{_path(job_id)}/heartbeat", http=http, timeout_s=timeout_s, attempts=1)
 
     def complete(self, job_id: str) -> dict[str, Any]:
         return self._call("POST", f"{_path(job_id)}/complete")
@@ -76,18 +78,28 @@ class SchedulerClient:
         self._http.close()
 
     def _call(
-        self, method: str, path: str, *, json: Any = None, params: Mapping[str, Any] | None = None, wait_s: float = 0.0
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        params: Mapping[str, Any] | None = None,
+        wait_s: float = 0.0,
+        timeout_s: float | None = None,
+        attempts: int = ATTEMPTS,
+        http: httpx.Client | None = None,
     ) -> dict[str, Any]:
+        timeout_s = (timeout_s or self._timeout_s) + wait_s
         error: OpenTinkerError = UnavailableError(f"no answer from {self.url}")
-        for attempt in range(ATTEMPTS):
+        for attempt in range(attempts):
             if attempt:
                 time.sleep(0.2 * 2**attempt * random.uniform(0.5, 1.0))
             try:
-                response = self._http.request(method, path, json=json, params=params, timeout=self._timeout_s + wait_s)
+                response = (http or self._http).request(method, path, json=json, params=params, timeout=timeout_s)
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as cause:
                 raise UnavailableError(f"'{self.url}' is not a cluster's URL: {cause}") from cause
             except httpx.TimeoutException:
-                error = DeadlineError(f"{self.url} did not answer within {self._timeout_s + wait_s:.0f} s")
+                error = DeadlineError(f"{self.url} did not answer within {timeout_s:.0f} s")
                 continue
             except httpx.TransportError as cause:
                 error = UnavailableError(

@@ -210,7 +210,7 @@ class RLTrainingConfig(Config):
 
     steps: Count = 100
     """Rollout-and-update steps."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Tasks, samples and adapter initialisation derive from it."""
     optimizer: AdamParams = AdamParams()
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -271,7 +271,7 @@ class InteractiveJobConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     resources: Resources = Resources()
     scheduling: Scheduling = Scheduling()
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     """Tasks, samples and adapter initialisation derive from it."""
 
     def server(self) -> ServerConfig:

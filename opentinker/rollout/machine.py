@@ -227,7 +227,11 @@ class EpisodeMachine:
             return self._fail(Termination.ERROR_ENV, str(error))
         seen = 0 if delta is None else len(self.trajectories[-1])
         if seen + len(prompt) >= self._max_model_len:
-            return Finish(Termination.TRUNCATED_CONTEXT)
+            return self._fail(
+                Termination.TRUNCATED_CONTEXT,
+                f"the context has {seen + len(prompt)} tokens, which leaves no room in engine.max_model_len = "
+                f"{self._max_model_len}",
+            )
         if delta is None:
             self.prefix_breaks += bool(self.trajectories)
             self.trajectories.append(Trajectory())

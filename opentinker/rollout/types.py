@@ -71,7 +71,7 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's numbers; a later turn's value replaces an earlier one of the same name."""
     error: str = ""
-    """What went wrong, for `error_*`."""
+    """What went wrong, for `error_*` and `truncated_context`."""
     prefix_breaks: int = 0
     generation_s: float = 0.0
     environment_s: float = 0.0

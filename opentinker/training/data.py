@@ -1,13 +1,16 @@
 """What a step draws and what it trains on: tasks from a seed, groups of episodes turned into data and minibatches."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from opentinker.client.messages import Datum, FloatArray, Minibatch
 from opentinker.env.environment import Environment
+from opentinker.env.threads import UserThreads
 from opentinker.errors import EnvironmentLoadError
 from opentinker.rollout.types import Group
 
@@ -15,29 +18,39 @@ AdvantageFn = Callable[[FloatArray], FloatArray]
 """Rewards of one group's episodes, float32[G] -> their advantages, float32[G]."""
 
 
-def draw_tasks(environment: type[Environment], *, seed: int, step: int, count: int) -> list[Any]:
+async def draw_tasks(environment: type[Environment], *, seed: int, step: int, count: int, timeout_s: float) -> list[Any]:
     """`count` training tasks, determined by (seed, step).
 
     Raises:
-        EnvironmentLoadError: the environment's `make_task` raised.
+        EnvironmentLoadError: the environment's `make_task` raised, or all of it took longer than `timeout_s`.
     """
     seeds = np.random.SeedSequence([seed, step]).generate_state(count)
-    try:
-        return [environment.make_task(int(s)) for s in seeds]
-    except Exception as error:
-        raise EnvironmentLoadError(f"{environment.__name__}.make_task raised {type(error).__name__}: {error}") from error
+    return await _tasks(environment, "make_task", lambda: [environment.make_task(int(s)) for s in seeds], timeout_s)
 
 
-def held_out_tasks(environment: type[Environment], limit: int) -> list[Any]:
+async def held_out_tasks(environment: type[Environment], limit: int, timeout_s: float) -> list[Any]:
     """The first `limit` held-out tasks.
 
     Raises:
-        EnvironmentLoadError: the environment's `held_out_tasks` raised.
+        EnvironmentLoadError: the environment's `held_out_tasks` raised, or took longer than `timeout_s`.
     """
-    try:
-        return list(environment.held_out_tasks())[:limit]
-    except Exception as error:
-        raise EnvironmentLoadError(f"{environment.__name__}.held_out_tasks raised {type(error).__name__}: {error}") from error
+    return await _tasks(environment, "held_out_tasks", lambda: list(islice(environment.held_out_tasks(), limit)), timeout_s)
+
+
+async def _tasks(environment: type[Environment], method: str, make: Callable[[], list[Any]], timeout_s: float) -> list[Any]:
+    """What user code makes, in a thread: one that never returns is left behind."""
+    what = f"{environment.__name__}.{method}"
+    with UserThreads() as threads:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                return await threads.call(make)
+        except Exception as error:
+            if limit.expired():
+                raise EnvironmentLoadError(
+                    f"{what} did not return within {timeout_s:g} s", hint="rollout.reset_timeout_s sets this deadline"
+                ) from error
+            raise EnvironmentLoadError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,13 @@ class EvaluationResult:
 
 
 def summarize_groups(groups: Sequence[Group], *, seed: int = 0) -> EvaluationResult | None:
-    """Estimates of the reward and of every metric that the environment reports; None if no episode is usable.
+    """Estimates of the reward and of every metric that the environment reports; None if the policy acted in no usable episode.
 
     An episode that was cut before the environment could report a metric counts as 0 in `exact` and not at all in others.
     """
     usable = [[e for e in g.episodes if e.termination.trains] for g in groups]
     usable = [episodes for episodes in usable if episodes]
-    if not usable:
+    if not any(e.turns for episodes in usable for e in episodes):
         return None
     names = sorted({name for episodes in usable for e in episodes for name in e.metrics})
     return EvaluationResult(

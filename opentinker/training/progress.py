@@ -1,6 +1,6 @@
 """Rows of metrics as live progress: a small curve on a terminal, one line per row elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
     return "".join(_BARS[round((v - low) / (high - low) * (len(_BARS) - 1))] for v in shown)
 
 
-def step_line(row: dict[str, Any], total: int) -> str:
+def step_line(row: Mapping[str, Any], total: int) -> str:
     """A step row in one line."""
     width = len(str(total))
     parts = [f"step {row['step']:>{width}}/{total}", f"reward {_number(row['reward_mean'])}"]
@@ -33,7 +33,7 @@ def step_line(row: dict[str, Any], total: int) -> str:
     return "  ".join(parts)
 
 
-def evaluation_line(row: dict[str, Any]) -> str:
+def evaluation_line(row: Mapping[str, Any]) -> str:
     """An evaluation row in one line."""
     name, value, half_width = (
         ("reward", row["reward_mean"], row["reward_ci"]) if row["exact"] is None else ("exact", row["exact"], row["exact_ci"])
@@ -71,13 +71,15 @@ class Progress:
         self._draw() if self._live else self._print(text)
 
     def __call__(self, row: dict[str, Any]) -> None:
+        line = row_line(row, self.total_steps)
         if row["kind"] == "evaluation":
-            line = evaluation_line(row)
             self._evaluations.append(line)
         else:
-            line = self._now = step_line(row, self.total_steps)
-            if row["reward_mean"] is not None:
-                self._rewards.append(row["reward_mean"])
+            self._now = line
+        if row["kind"] == "resumed":
+            self._rewards = []
+        elif row["kind"] == "step" and row["reward_mean"] is not None:
+            self._rewards.append(row["reward_mean"])
         self._draw() if self._live else self._print(line)
 
     def _print(self, line: str) -> None:
@@ -98,6 +100,17 @@ class Progress:
             )
         lines += [Text(line, "cyan") for line in self._evaluations[-3:]]
         self._live.update(Group(*lines))
+
+
+def row_line(row: Mapping[str, Any], total_steps: int) -> str:
+    """Any row of metrics in one line."""
+    match row["kind"]:
+        case "evaluation":
+            return evaluation_line(row)
+        case "resumed":
+            return f"resumed after step {row['step']}" if row["step"] >= 0 else "started anew"
+        case _:
+            return step_line(row, total_steps)
 
 
 def _number(value: float | None) -> str:

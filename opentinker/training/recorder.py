@@ -1,8 +1,9 @@
 """The folder of a run: every file in it is written here."""
 
 import json
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,20 @@ Listener = Callable[[Row], None]
 class Recorder:
     """Appends rows as they come (a reader sees whole lines only) and finishes with summary.json and report.html."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], *, listeners: tuple[Listener, ...] = ()) -> None:
-        """Raises: ConfigError if the folder cannot be written, or holds another run."""
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        *,
+        listeners: tuple[Listener, ...] = (),
+        resume_at: int | None = None,
+    ) -> None:
+        """With `resume_at` the folder's run goes on after that step; -1 starts it anew. What it did beyond stays in the
+        files, before a row of kind `resumed` that says what no longer counts (`standing_rows`).
+
+        Raises:
+            ConfigError: the folder cannot be written, or holds another run.
+        """
         self.folder = folder
         self.rows: list[Row] = []
         self._config = dict(config)
@@ -27,16 +40,22 @@ class Recorder:
         self._listeners = listeners
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if (folder / "metrics.jsonl").exists():
+            if resume_at is not None:
+                self.rows = standing_rows(_whole_lines(folder / "metrics.jsonl"), resume_at)
+                self._transcripts = [row for row in _whole_lines(folder / "transcripts.jsonl") if row["step"] <= resume_at]
+            elif (folder / "metrics.jsonl").exists():
                 raise ConfigError(f"{folder} holds another run", hint="choose another folder")
             (folder / "config.yaml").write_text(yaml.safe_dump(self._config, sort_keys=False))
+            if resume_at is not None:
+                self.row({"kind": "resumed", "step": resume_at})
         except OSError as error:
             raise ConfigError(f"cannot write the run's folder {folder}: {error.strerror}") from error
 
     def row(self, row: Row) -> None:
         """A row of metrics; listeners (progress views) see it too."""
         row = {**row, "at": time.time()}
-        self.rows.append(row)
+        if row["kind"] != "resumed":
+            self.rows.append(row)
         self._append("metrics.jsonl", row)
         for listener in self._listeners:
             listener(row)
@@ -62,3 +81,25 @@ class Recorder:
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         with (self.folder / name).open("a") as file:
             file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
+
+
+def standing_rows(rows: Iterable[Row], resume_at: int | None = None) -> list[Row]:
+    """The rows that count: those that a later `resumed` row, or one at `resume_at`, does not take back."""
+    standing: list[Row] = []
+    for row in [*rows, *([] if resume_at is None else [{"kind": "resumed", "step": resume_at}])]:
+        if row["kind"] == "resumed":
+            standing = [earlier for earlier in standing if earlier["step"] <= row["step"]]
+        else:
+            standing.append(row)
+    return standing
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file whose writer may have died within a line; that line is cut off, so that the next one starts anew."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    return [json.loads(line) for line in whole.splitlines()]

@@ -50,6 +50,8 @@ class TrainablePolicy(Protocol):
 
     async def save(self, name: str) -> dict[str, Any]: ...
 
+    async def load(self, name: str) -> dict[str, Any]: ...
+
 
 class RLLoop:
     """Holds what lasts from step to step; `run` may be called again and continues."""
@@ -69,7 +71,7 @@ class RLLoop:
         self._policy = policy
         self._renderer = renderer
         self._recorder = recorder
-        self._held_out = held_out_tasks(environment, config.evaluation.max_tasks)
+        self._held_out: list[Any] | None = None
         self._fruitless = 0
         self._evaluated_at: int | None = None
         self._runner = self._make_runner(config.sampling.temperature, max_model_len, seed=config.training.seed)
@@ -90,6 +92,13 @@ class RLLoop:
         renderer = ConversationRenderer(tokenizer, info["stop_token_ids"])
         return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder)
 
+    async def resume(self, step: int) -> None:
+        """Go on after the checkpoint of `step`; 0 needs none. Steps are determined by the config's seed and their number, so
+        that nothing else has to be restored."""
+        if step:
+            await self._policy.load(checkpoint_name(step))
+        self.steps_done = step
+
     async def run(self, steps: int) -> None:
         """Train for `steps` more steps, evaluating as the config says.
 
@@ -103,7 +112,7 @@ class RLLoop:
         while self.steps_done < last:
             await self.step()
             if (every := self.config.training.save_every) and self.steps_done % every == 0:
-                await self._policy.save(f"step-{self.steps_done:06d}")
+                await self._policy.save(checkpoint_name(self.steps_done))
             if evaluation.every and self.steps_done % evaluation.every == 0:
                 await self.evaluate()
         if evaluation.at_end and self._evaluated_at != self.steps_done:
@@ -111,6 +120,10 @@ class RLLoop:
 
     async def evaluate(self) -> Row | None:
         """One evaluation; None if the environment has no held-out tasks."""
+        if self._held_out is None:
+            self._held_out = await held_out_tasks(
+                self._environment, self.config.evaluation.max_tasks, self.config.rollout.reset_timeout_s
+            )
         if not self._held_out:
             return None
         started = time.monotonic()
@@ -131,7 +144,13 @@ class RLLoop:
         """One training step."""
         config, number = self.config, self.steps_done + 1
         started = time.monotonic()
-        tasks = draw_tasks(self._environment, seed=config.training.seed, step=number, count=config.rollout.groups_per_step)
+        tasks = await draw_tasks(
+            self._environment,
+            seed=config.training.seed,
+            step=number,
+            count=config.rollout.groups_per_step,
+            timeout_s=config.rollout.reset_timeout_s,
+        )
         groups = await self._runner.run(tasks, config.algorithm.group_size, number)
         sampled = time.monotonic()
         await self._check_usable(groups)
@@ -172,7 +191,7 @@ class RLLoop:
         return await self._policy.train_step(batch.data, batch.minibatches, loss, optimizer, publish=True)
 
     async def _check_usable(self, groups: Sequence[Group]) -> None:
-        if any(e.termination.trains for g in groups for e in g.episodes):
+        if any(e.trains for g in groups for e in g.episodes):
             self._fruitless = 0
             return
         await self._policy.info()  # raises if the server is gone: the better explanation
@@ -200,6 +219,11 @@ class RLLoop:
         return result.samples[0]
 
 
+def checkpoint_name(step: int) -> str:
+    """Of the checkpoint that a loop writes after a step."""
+    return f"step-{step:06d}"
+
+
 def scheduled(training: RLTrainingConfig, step: int) -> AdamParams:
     """The optimizer of the `step`-th step (from 1), with the learning rate that warm-up and decay give it."""
     scale = 1.0
@@ -212,7 +236,8 @@ def scheduled(training: RLTrainingConfig, step: int) -> AdamParams:
 
 
 def _commonest_failure(groups: Sequence[Group]) -> str:
-    failures = Counter(f"{e.termination}: {e.error}" for g in groups for e in g.failures)
+    fruitless = [e for g in groups for e in (*g.failures, *g.episodes) if not e.trains]
+    failures = Counter(f"{e.termination}: {e.error}" for e in fruitless)
     if not failures:
         return "no episode ended"
     (text, count), *_ = failures.most_common(1)

@@ -15,7 +15,7 @@ from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError
 from opentinker.training.metrics import Row
-from opentinker.training.progress import evaluation_line, step_line
+from opentinker.training.progress import row_line
 from opentinker.training.recorder import Listener, Recorder
 from opentinker.training.rl import RLLoop
 
@@ -31,10 +31,12 @@ def run_rl_job(
     run_dir: str | Path,
     code_dir: str | Path | None = None,
     listeners: tuple[Listener, ...] = (),
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Drive the job to its end; blocks. The summary, which is also in `run_dir` (see `Recorder`).
 
-    `code_dir` is the folder that a `file.py:Class` environment is relative to.
+    `code_dir` is the folder that a `file.py:Class` environment is relative to. With `resume` the run in `run_dir` goes on
+    from its last checkpoint, or starts anew if it has none.
 
     Raises:
         ConfigError: the config or its environment is wrong.
@@ -46,15 +48,18 @@ def run_rl_job(
     environment = checked_environment(job, Path(code_dir) if code_dir else None)
 
     def log(row: Row) -> None:
-        logger.info(evaluation_line(row) if row["kind"] == "evaluation" else step_line(row, job.training.steps))
+        logger.info(row_line(row, job.training.steps))
 
-    recorder = Recorder(Path(run_dir), job.model_dump(mode="json"), listeners=(log, *listeners))
+    step = last_checkpoint(Path(run_dir)) if resume else None
+    resume_at = None if not resume else -1 if step is None else step
+    recorder = Recorder(Path(run_dir), job.model_dump(mode="json"), listeners=(log, *listeners), resume_at=resume_at)
 
     async def drive() -> str:
         client = PolicyClient(endpoint, token, policy)
         try:
             loop = await RLLoop.connect(job, environment, client, recorder)
-            await loop.run(job.training.steps)
+            await loop.resume(step or 0)
+            await loop.run(job.training.steps - loop.steps_done)
             return str((await client.save("final"))["path"])
         finally:
             await client.close()
@@ -65,6 +70,16 @@ def run_rl_job(
     finally:
         summary = recorder.finish(wall_s=time.monotonic() - started, checkpoint=checkpoint)
     return summary
+
+
+def last_checkpoint(run_dir: Path) -> int | None:
+    """The last step of which the run has a checkpoint; None if it has none. A checkpoint is whole or not there."""
+    steps = [
+        int(path.parent.name.removeprefix("step-"))
+        for path in (run_dir / "checkpoints").glob("step-*/manifest.json")
+        if path.parent.name.removeprefix("step-").isdigit()
+    ]
+    return max(steps, default=None)
 
 
 def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[Environment]:

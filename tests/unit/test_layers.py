@@ -38,12 +38,12 @@ class Import:
 def part_of(module: str) -> str:
     """The part that `opentinker.<...>` belongs to."""
     first = module.split(".")[1] if "." in module else ""
-    return first if first in (*LINKED, "cli") else "core"
+    return "cli" if first == "__main__" else first if first in (*LINKED, "cli") else "core"
 
 
 def files() -> Iterator[tuple[str, Path]]:
     for path in sorted(ROOT.rglob("*.py")):
-        yield part_of("opentinker." + ".".join(path.relative_to(ROOT).parts)), path
+        yield part_of("opentinker." + ".".join(path.relative_to(ROOT).with_suffix("").parts)), path
     for name in LINKED:  # rglob does not follow links
         for path in sorted((ROOT / name).rglob("*.py")):
             yield name, path

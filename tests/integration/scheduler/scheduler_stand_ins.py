@@ -58,7 +58,7 @@ class FrontProcess:
 
     async def attach(self, info: dict[str, Any]) -> None:
         assert info["threads"]
-        self.calls.append("attach")
+        self.calls = ["attach"]
 
     async def create_policy(self, policy: str, spec: dict[str, Any]) -> None:
         assert self.calls == ["attach"]
@@ -67,7 +67,7 @@ class FrontProcess:
 
     async def health(self) -> dict[str, Any]:
         await asyncio.sleep(0)
-        return {"ok": True, "cause": ""}
+        return {"ok": True, "cause": "", "pid": os.getpid()}
 
     async def stop(self) -> None:
         return
@@ -93,6 +93,10 @@ def drive(
             raise SystemExit(3)
         case "waits":
             time.sleep(1000.0)
+        case "waits-a-while":
+            with Path(run_dir, "runs").open("a") as file:
+                file.write("run\n")
+            time.sleep(4.0)
         case "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         case "loses-its-server":

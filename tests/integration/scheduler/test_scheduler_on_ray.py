@@ -213,19 +213,70 @@ def test_no_key_is_in_any_command_line_environment_or_log(cluster: Any, api: Any
     assert not any(secret in path.read_text(errors="replace") for secret in secrets for path in logs)
 
 
-def test_a_scheduler_that_crashes_comes_back_and_says_so(cluster: Any, api: Any) -> None:
-    running = api.wait(api.interactive(), "RUNNING")
+def kill_scheduler(api: Any) -> None:
+    """Kill its process, and wait until the next one answers."""
     (scheduler,) = [p for p in psutil.process_iter() if p.name().startswith("ray::Scheduler") and _is_of(p, os.getpid())]
     scheduler.kill()
     deadline = time.monotonic() + 20.0
-    while (response := api.http.get(f"/v1/jobs/{running['id']}")).status_code == 503:
+    while api.http.get("/v1/jobs").status_code == 503:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    job = response.json()
-    assert (job["state"], job["cause"]) == ("FAILED", "the scheduler restarted")
+
+
+def test_a_restarted_scheduler_finds_its_running_jobs_again(api: Any) -> None:
+    driven = api.wait(api.rl("waits-a-while"), "RUNNING")
+    while not Path(driven["run_dir"], "runs").exists():
+        time.sleep(0.05)
+    leased = api.wait(api.interactive(), "RUNNING")
+    queued = api.rl()
+    before = set(pids_of(leased))
+    kill_scheduler(api)
+    leased = api.post(f"/v1/jobs/{leased['id']}/heartbeat")
+    assert (leased["state"], set(pids_of(leased))) == ("RUNNING", before)
+    driven = api.wait(driven, "COMPLETED", "FAILED")
+    assert (driven["state"], driven["cause"]) == ("COMPLETED", "")
+    assert Path(driven["run_dir"], "runs").read_text() == "run\n"
+    assert api.wait(queued, "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    pid = leased["server"]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    leased = api.wait(leased, "FAILED", timeout_s=5.0)
+    assert leased["cause"] == f"the server's worker process (pid {pid}) {CAUSE}"
     api.wait_free(2)
-    assert pids_of(job) == []
-    assert api.wait(api.rl(), "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    assert pids_of(leased) == []
+
+
+def test_a_restarted_scheduler_goes_on_with_starts_and_still_can_cancel(api: Any) -> None:
+    slow = api.wait(api.interactive("slow"), "STARTING")
+    driven = api.wait(api.rl("waits"), "RUNNING")
+    while "at work" not in api.get(f"/v1/jobs/{driven['id']}/logs")["text"]:
+        time.sleep(0.05)
+    kill_scheduler(api)
+    api.wait(slow, "RUNNING")
+    started = time.monotonic()
+    for job in (driven, slow):
+        assert api.post(f"/v1/jobs/{job['id']}/cancel")["state"] == "CANCELLED"
+        assert pids_of(job) == []
+    assert time.monotonic() - started < 10.0
+    assert api.free_slots() == 2
+
+
+def test_what_died_while_the_scheduler_was_down_fails_its_job(api: Any) -> None:
+    leased = api.wait(api.interactive(), "RUNNING")
+    driven = api.wait(api.rl("waits"), "RUNNING")
+    while "at work" not in api.get(f"/v1/jobs/{driven['id']}/logs")["text"]:
+        time.sleep(0.05)
+    (driver,) = [p for p in processes_of(driven["id"]) if p.name().startswith("ray::DriverProc")]
+    (scheduler,) = [p for p in psutil.process_iter() if p.name().startswith("ray::Scheduler") and _is_of(p, os.getpid())]
+    scheduler.kill()
+    os.kill(leased["server"]["pid"], signal.SIGKILL)
+    driver.kill()
+    deadline = time.monotonic() + 20.0
+    while api.http.get("/v1/jobs").status_code == 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "worker process" in api.wait(leased, "FAILED", timeout_s=10.0)["cause"]
+    assert "driver process" in api.wait(driven, "FAILED", timeout_s=10.0)["cause"]
+    api.wait_free(2)
 
 
 def _is_of(process: psutil.Process, driver: int) -> bool:

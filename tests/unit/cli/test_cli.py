@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,19 @@ def test_a_foreign_cluster_needs_a_key(tmp_path: Path, monkeypatch: pytest.Monke
     assert "OPENTINKER_API_KEY" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_without_the_cluster_extra_the_hint_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in [name for name in sys.modules if name.startswith("opentinker.scheduler")]:
+        monkeypatch.delitem(sys.modules, name)
+    result = runner.invoke(app, [command, "--state-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "this command needs the package 'ray'" in result.output
+    assert "opentinker[cluster]" in result.output
+
+
 def test_a_wrong_option_is_a_usage_error(project: Path) -> None:
     assert runner.invoke(app, ["demo", "--engine", "tensorrt"]).exit_code == 2
     assert runner.invoke(app, ["describe"]).exit_code == 2
@@ -176,3 +190,7 @@ def test_the_local_key_is_used_for_the_local_cluster_only(tmp_path: Path, monkey
     monkeypatch.setenv("OPENTINKER_API_KEY", "from-the-environment")
     assert find_cluster("http://elsewhere.example:8780", None, tmp_path)[1] == "from-the-environment"
     assert find_cluster(None, "argument", tmp_path)[1] == "argument"
+    # A shared cluster's key in the shell is not meant for the cluster on this machine.
+    assert find_cluster(None, None, tmp_path)[1] == "secret"
+    (tmp_path / "cluster.json").write_text(json.dumps({"url": "http://127.0.0.1:8780", "pid": 2**22 + 1}))
+    assert find_cluster("http://127.0.0.1:8780", None, tmp_path)[1] == "from-the-environment"

@@ -39,6 +39,7 @@ class Memory:
         self.endpoint = "http://127.0.0.1:9"
         self.told: list[str] = []
         self.heartbeats = 0
+        self.stalls_at = 0
         self.code: dict[str, str] | None = None
         self.fail_calls = 0
 
@@ -83,6 +84,8 @@ class Memory:
 
     async def heartbeat(self, owner: str, job_id: str) -> dict[str, Any]:
         self.heartbeats += 1
+        if self.heartbeats == self.stalls_at:
+            await asyncio.sleep(5.0)
         return self.job_view
 
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]:
@@ -146,6 +149,13 @@ def test_the_lease_is_renewed_from_acceptance_on_and_no_longer_than_the_job(url:
     beats = memory.heartbeats
     time.sleep(0.3)
     assert memory.heartbeats == beats
+
+
+def test_one_stalled_heartbeat_does_not_cost_the_lease(url: str, memory: Memory) -> None:
+    memory.stalls_at = 2
+    with Client(url, KEY) as client, client.create_job(base_model="m") as job:
+        time.sleep(2.0 * job._record["lease_s"])
+        assert memory.heartbeats >= 5
 
 
 def test_a_job_that_does_not_start_in_time_is_cancelled(url: str, memory: Memory) -> None:

@@ -61,12 +61,14 @@ class LocalLauncher:
         return ()
 
     async def probe(self, server_id: str) -> str:
+        if server_id not in self.servers:
+            return "its server is gone"
         return self.faults.get(self.servers[server_id].job_id, "")
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
         self.drivers[spec.job_id] = spec
-        self.ends[spec.job_id] = asyncio.get_running_loop().create_future()
-        return await self.ends[spec.job_id]
+        end = self.ends.setdefault(spec.job_id, asyncio.get_running_loop().create_future())
+        return await asyncio.shield(end)
 
     async def stop_driver(self, job_id: str) -> None:
         if self.drivers.pop(job_id, None):

@@ -164,16 +164,36 @@ async def test_another_owners_job_does_not_exist(world: Any) -> None:
     assert await world.service.jobs("bob") == []
 
 
-async def test_after_a_crash_running_jobs_have_failed_and_queued_ones_go_on(world: Any) -> None:
-    running = await world.reach(await world.interactive(), "RUNNING")
+async def test_after_a_crash_everything_goes_on(world: Any) -> None:
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=3)]
+    driven = await world.reach(await world.rl(), "RUNNING")
+    leased = await world.reach(await world.interactive(), "RUNNING")
+    world.launcher.may_start.clear()
+    starting = await world.reach(await world.interactive(), "STARTING")
     queued = await world.interactive()
     await world.crash()
-    world.clock.now += 1000.0  # the time of the outage does not count against the lease
+    world.clock.now += 1000.0  # the time of the outage does not count against the leases
     world.boot()
-    running = await world.service.job("admin", running["id"])
-    assert (running["state"], running["cause"]) == ("FAILED", "the scheduler restarted")
+    assert (await world.service.heartbeat("admin", leased["id"]))["state"] == "RUNNING"
+    world.launcher.may_start.set()
+    await world.reach(starting, "RUNNING")
+    await world.until(lambda: driven["id"] in world.launcher.ends)
+    world.launcher.ends[driven["id"]].set_result(DriverOutcome())
+    await world.reach(driven, "COMPLETED")
     await world.reach(queued, "RUNNING")
-    assert world.launcher.calls == ["kill server"]
+    assert (await world.service.job("admin", leased["id"]))["server"] == leased["server"]
+    assert world.launcher.calls == ["stop driver", "stop server"]
+    kinds = [event["kind"] for event in await world.service.events("admin", leased["id"])]
+    assert kinds == ["submitted", "starting", "running", "scheduler_restarted"]
+
+
+async def test_a_server_that_died_while_the_scheduler_was_down_fails_its_job(world: Any) -> None:
+    job = await world.reach(await world.interactive(), "RUNNING")
+    await world.crash()
+    world.launcher.servers.clear()
+    world.boot()
+    assert (await world.reach(job, "FAILED"))["cause"] == "its server is gone"
+    await world.until_free(1)
 
 
 async def test_a_fault_of_the_cluster_does_not_end_the_loop(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +247,14 @@ async def test_a_job_that_reached_its_time_limit_fails_and_its_slot_comes_back(w
     await world.until_free(1)
 
 
+async def test_a_time_limit_goes_on_while_the_scheduler_is_down(world: Any) -> None:
+    job = await world.reach(await world.interactive(scheduling={"time_limit_s": 20.0}), "RUNNING")
+    await world.crash()
+    world.clock.now += 20.0
+    world.boot()
+    assert (await world.reach(job, "FAILED"))["cause"] == "reached its time limit of 20 s"
+
+
 async def test_a_short_job_fills_the_gap_before_a_large_one_and_all_are_told_when(world: Any) -> None:
     world.launcher.cluster = [Node("n1", "here", gpus=4, cpu_slots=0)]
     first = await world.interactive(resources={"gpus": 2}, scheduling={"time_limit_s": 720.0})
@@ -270,9 +298,10 @@ async def test_who_used_less_goes_first_also_after_a_restart(world: Any) -> None
     heavy = await world.reach(await world.interactive(owner="heavy"), "RUNNING", owner="heavy")
     world.clock.now += 20.0
     await world.service.cancel("heavy", heavy["id"])
-    await world.reach(await world.rl(), "RUNNING")
+    running = await world.reach(await world.rl(), "RUNNING")
     again, light = [await world.interactive(owner=owner) for owner in ("heavy", "light")]
     await world.crash()
     world.boot()
+    await world.service.cancel("admin", running["id"])
     await world.reach(light, "RUNNING", owner="light")
     assert (await world.service.job("heavy", again["id"]))["state"] == "QUEUED"

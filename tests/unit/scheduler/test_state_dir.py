@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -20,10 +21,28 @@ def state(tmp_path: Path) -> StateDir:
 
 
 def test_a_secret_is_made_once_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
-    assert write_secret(tmp_path / "new" / "key", lambda: "first") == "first"
-    assert write_secret(tmp_path / "new" / "key", lambda: "second") == "first"
+    assert write_secret(tmp_path / "new" / "key", lambda: "first" * 8) == "first" * 8
+    assert write_secret(tmp_path / "new" / "key", lambda: "second" * 8) == "first" * 8
     assert (tmp_path / "new" / "key").stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_crash_while_a_secret_is_written_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(ConfigError, match=r"cannot write the secret .*key: No space left on device"):
+            write_secret(tmp_path / "key", lambda: "s" * 40)
+    assert list(tmp_path.iterdir()) == []
+    assert write_secret(tmp_path / "key", lambda: "t" * 40) == "t" * 40
+
+
+def test_an_empty_secret_is_not_believed(tmp_path: Path) -> None:
+    (tmp_path / "key").touch()
+    with pytest.raises(ConfigError, match="holds no secret"):
+        write_secret(tmp_path / "key", lambda: "s" * 40)
 
 
 def test_a_running_cluster_is_found_and_a_second_one_refused(state: StateDir, monkeypatch: pytest.MonkeyPatch) -> None:

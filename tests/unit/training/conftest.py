@@ -47,6 +47,7 @@ class BanditPolicy:
         self.batches: list[tuple[Sequence[Datum], Sequence[Minibatch]]] = []
         self.optimizers: list[AdamParams] = []
         self.broken: Exception | None = None
+        self.saved: dict[str, np.ndarray] = {}
 
     async def info(self) -> dict[str, Any]:
         self.calls.append("info")
@@ -101,7 +102,14 @@ class BanditPolicy:
 
     async def save(self, name: str) -> dict[str, Any]:
         self.calls.append(f"save {name}")
+        self.saved[name] = self.logits.copy()
         return {"path": f"/checkpoints/{name}", "manifest": {}}
+
+    async def load(self, name: str) -> dict[str, Any]:
+        self.calls.append(f"load {name}")
+        self.logits = self.saved[name].copy()
+        self.version += 1
+        return {"version": self.version}
 
     def logprobs(self) -> np.ndarray:
         return self.logits - np.log(np.exp(self.logits).sum())

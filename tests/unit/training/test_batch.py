@@ -1,3 +1,8 @@
+import asyncio
+import time
+from collections.abc import Iterator
+from itertools import count
+
 import numpy as np
 import pytest
 
@@ -66,15 +71,15 @@ def test_groups_without_variance_are_left_out_and_counted() -> None:
     assert (batch.data, batch.minibatches, batch.zero_variance_groups) == ([], [], 2)
 
 
-def test_tasks_depend_on_seed_and_step_alone() -> None:
-    def drawn(seed: int, step: int) -> list[int]:
-        return [t["seed"] for t in draw_tasks(Environment, seed=seed, step=step, count=50)]
+async def test_tasks_depend_on_seed_and_step_alone() -> None:
+    async def drawn(seed: int, step: int) -> list[int]:
+        return [t["seed"] for t in await draw_tasks(Environment, seed=seed, step=step, count=50, timeout_s=10.0)]
 
-    assert drawn(0, 1) == drawn(0, 1)
-    assert len({*drawn(0, 1), *drawn(0, 2), *drawn(1, 1)}) == 150
+    assert await drawn(0, 1) == await drawn(0, 1)
+    assert len({*await drawn(0, 1), *await drawn(0, 2), *await drawn(1, 1)}) == 150
 
 
-def test_an_environment_that_cannot_make_tasks_is_named() -> None:
+async def test_an_environment_that_cannot_make_tasks_is_named() -> None:
     class Broken(Environment):
         @classmethod
         def make_task(cls, seed: int) -> None:
@@ -85,6 +90,27 @@ def test_an_environment_that_cannot_make_tasks_is_named() -> None:
             raise KeyError("words.txt")
 
     with pytest.raises(EnvironmentLoadError, match=r"Broken.make_task raised KeyError: 'words.txt'"):
-        draw_tasks(Broken, seed=0, step=1, count=1)
+        await draw_tasks(Broken, seed=0, step=1, count=1, timeout_s=10.0)
     with pytest.raises(EnvironmentLoadError, match=r"Broken.held_out_tasks raised KeyError"):
-        held_out_tasks(Broken, 3)
+        await held_out_tasks(Broken, 3, 10.0)
+
+
+async def test_an_environment_that_makes_tasks_for_ever_is_named_and_stalls_nobody() -> None:
+    class Endless(Environment):
+        @classmethod
+        def make_task(cls, seed: int) -> None:
+            time.sleep(60.0)
+
+        @classmethod
+        def held_out_tasks(cls) -> Iterator[int]:  # type: ignore[override]
+            return count()
+
+    drawing = asyncio.create_task(draw_tasks(Endless, seed=0, step=1, count=1, timeout_s=0.2))
+    ticks = 0
+    while not drawing.done():
+        await asyncio.sleep(0.005)
+        ticks += 1
+    assert ticks > 5
+    with pytest.raises(EnvironmentLoadError, match=r"Endless.make_task did not return within 0.2 s"):
+        drawing.result()
+    assert await held_out_tasks(Endless, 3, 10.0) == [0, 1, 2]

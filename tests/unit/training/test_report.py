@@ -111,3 +111,22 @@ def test_ticks_are_few_round_numbers_that_enclose_the_data(low: float, high: flo
 def test_a_chart_of_one_step_or_of_equal_values_can_be_drawn() -> None:
     for points in ([(1, 0.5)], [(1, 0.0), (2, 0.0)], [(1, -3.0), (2, -3.0)]):
         ElementTree.fromstring(line_chart([Series("reward", "a", points)]))
+
+
+def test_a_run_without_a_checkpoint_starts_anew_in_its_folder(recorder) -> None:
+    recorder.row({"kind": "evaluation", "step": 0, "exact": None})
+    again = Recorder(recorder.folder, {}, resume_at=-1)
+    assert again.rows == []
+    kinds = [json.loads(line)["kind"] for line in (recorder.folder / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == ["evaluation", "resumed"]
+
+
+def test_the_last_checkpoint_is_the_latest_that_is_whole(tmp_path) -> None:
+    from opentinker.training.run import last_checkpoint
+
+    assert last_checkpoint(tmp_path) is None
+    for name in ("step-000002", "step-000010", "final", ".step-000012.ab.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    (tmp_path / "checkpoints" / "step-000011").mkdir()
+    assert last_checkpoint(tmp_path) == 10

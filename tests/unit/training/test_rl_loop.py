@@ -130,10 +130,46 @@ async def test_a_server_that_is_gone_is_reported_as_such(policy, seven, make_con
         await loop.run(10)
 
 
+async def test_prompts_that_never_fit_end_the_run_with_their_length(policy, seven, make_config, recorder) -> None:
+    class Long(seven):
+        def reset(self, task: Any) -> str:
+            return "7 " * 2000
+
+    for evaluation in ({"at_start": False}, {"at_start": True}):
+        loop = await RLLoop.connect(make_config(evaluation=evaluation), Long, policy, recorder)
+        with pytest.raises(EpisodesFailedError, match=r"truncated_context: the context has \d+ tokens, .*max_model_len = \d+"):
+            await loop.run(10)
+    assert sum(row["kind"] == "step" for row in recorder.rows) < FRUITLESS_STEPS
+
+
 async def test_checkpoints_come_as_configured(policy, seven, make_config, recorder) -> None:
     config = make_config(training={"save_every": 2}, evaluation={"at_start": False, "at_end": False})
     await (await RLLoop.connect(config, seven, policy, recorder)).run(4)
     assert [c for c in policy.calls if c.startswith("save")] == ["save step-000002", "save step-000004"]
+
+
+async def test_a_run_that_is_cut_off_resumes_as_if_nothing_had_happened(policy, seven, make_config, tmp_path) -> None:
+    from opentinker.training.recorder import Recorder, standing_rows
+
+    config = make_config(training={"save_every": 2, "optimizer": {"learning_rate": 0.5}}, evaluation={"every": 2})
+    whole = Recorder(tmp_path / "whole", config.model_dump(mode="json"))
+    await (await RLLoop.connect(config, seven, policy, whole)).run(6)
+    policy.logits, policy.saved, cut = np.zeros(10), {}, tmp_path / "cut"
+    await (await RLLoop.connect(config, seven, policy, Recorder(cut, config.model_dump(mode="json")))).run(5)
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "st')  # the driver died within a line
+    recorder = Recorder(cut, config.model_dump(mode="json"), resume_at=4)
+    loop = await RLLoop.connect(config, seven, policy, recorder)
+    await loop.resume(4)
+    await loop.run(2)
+
+    def told(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return [(row["kind"], row["step"], row["reward_mean"]) for row in rows]
+
+    assert told(recorder.rows) == told(whole.rows)
+    on_disk = [json.loads(line) for line in (cut / "metrics.jsonl").read_text().splitlines()]
+    assert told(standing_rows(on_disk)) == told(whole.rows)
+    assert recorder.finish(wall_s=1.0, checkpoint=None)["steps"] == 6
 
 
 async def test_an_environment_without_held_out_tasks_is_not_evaluated(policy, seven, make_config, recorder) -> None:

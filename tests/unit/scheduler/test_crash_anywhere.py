@@ -1,0 +1,223 @@
+"""The scheduler may die before and after every write to the store and every call to the cluster; nothing is lost or doubled."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.scheduler.auth import new_server_secret
+from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
+from opentinker.scheduler.placement import Node
+from opentinker.scheduler.plan import DriverOutcome
+from opentinker.scheduler.records import Record
+from opentinker.scheduler.service import SchedulerService
+from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.store import SqlStore
+
+SLOTS = 2
+
+
+class CrashError(BaseException):
+    """The process is dead: nothing in it may handle this."""
+
+
+class Fuse:
+    """Blows at the nth call, before or after its effect; from then on every call fails, as nothing runs in a dead process."""
+
+    def __init__(self, at: int | None = None, *, after: bool = False) -> None:
+        self.at, self.after, self.calls, self.blown = at, after, 0, False
+
+    def begin(self) -> None:
+        self.calls += not self.blown
+        self.blown = self.blown or (self.calls == self.at and not self.after)
+        if self.blown:
+            raise CrashError
+
+    def end(self) -> None:
+        self.blown = self.blown or self.calls == self.at
+        if self.blown:
+            raise CrashError
+
+
+class Cluster:
+    """What outlives a scheduler: named processes, and how drivers end."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, str] = {}
+        self.runs: Counter[str] = Counter()
+        self.launched: Counter[str] = Counter()
+
+    def create(self, name: str, job_id: str) -> None:
+        if name not in self.processes:
+            self.processes[name] = job_id
+            self.launched[name] += 1
+        assert sum(name.endswith(".worker") for name in self.processes) <= SLOTS
+
+
+class CrashingLauncher:
+    """Every step is a call to the cluster of its own."""
+
+    def __init__(self, cluster: Cluster, fuse: Fuse) -> None:
+        self._cluster, self._fuse = cluster, fuse
+
+    async def _call(self, effect: Callable[[], Any] = lambda: None) -> Any:
+        self._fuse.begin()
+        result = effect()
+        await asyncio.sleep(0)
+        self._fuse.end()
+        return result
+
+    async def nodes(self) -> list[Node]:
+        return [Node("n1", "here", gpus=0, cpu_slots=SLOTS)]
+
+    async def launch(self, spec: ServerSpec) -> Launched:
+        for part in ("worker", "front"):
+            await self._call(lambda part=part: self._cluster.create(f"{spec.server_id}.{part}", spec.job_id))
+        await self._call()
+        return Launched("http://127.0.0.1:1", 1, 2)
+
+    def gpus_of(self, server_id: str) -> tuple[int, ...]:
+        return ()
+
+    async def probe(self, server_id: str) -> str:
+        return "" if f"{server_id}.worker" in self._cluster.processes else "its server is gone"
+
+    async def drive(self, spec: DriverSpec) -> DriverOutcome:
+        name = f"{spec.job_id}.driver"
+
+        def begin() -> None:
+            self._cluster.create(name, spec.job_id)
+            self._cluster.runs[spec.job_id] = self._cluster.launched[name]
+
+        await self._call(begin)
+        await self._call()
+        return DriverOutcome()
+
+    async def stop_driver(self, job_id: str) -> None:
+        await self._call(lambda: self._cluster.processes.pop(f"{job_id}.driver", None))
+
+    async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
+        for part in ("front", "worker"):
+            await self._call(lambda part=part: self._cluster.processes.pop(f"{server_id}.{part}", None))
+        return []
+
+
+class CrashingStore(SqlStore):
+    fuse: Fuse
+
+    def save(self, *records: Record) -> None:
+        self.fuse.begin()
+        super().save(*records)
+        self.fuse.end()
+
+
+class Site:
+    """A scheduler that is started anew whenever it dies, as Ray does it, and a user who repeats what got no answer."""
+
+    def __init__(self, folder: Path, fuse: Fuse) -> None:
+        self.cluster = Cluster()
+        self.settings = Settings(
+            state_dir=folder, runs_dir=folder / "runs", reconcile_s=0.005, probe_s=0.005, check_model=f"{__name__}:check_model"
+        )
+        self.fuse = fuse
+        self._secret = new_server_secret()
+        self._folder = folder
+
+    def boot(self) -> None:
+        store = CrashingStore.open_sqlite(self._folder / "scheduler.db")
+        assert isinstance(store, CrashingStore)
+        store.fuse = self.fuse
+        self.store = store
+        self.service = SchedulerService(self.settings, store, CrashingLauncher(self.cluster, self.fuse), self._secret)
+        with contextlib.suppress(CrashError):
+            self.service.recover()
+        self._loop = asyncio.get_running_loop().create_task(self.service.run())
+
+    async def stop(self) -> None:
+        self._loop.cancel()
+        await asyncio.gather(self._loop, return_exceptions=True)
+
+    async def _reboot_if_dead(self) -> None:
+        if self.fuse.blown:
+            await self.stop()
+            self.fuse = Fuse()
+            self.boot()
+
+    async def ask(self, call: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        async with asyncio.timeout(10.0):
+            while True:
+                answer = asyncio.ensure_future(call())
+                while not answer.done() and not self.fuse.blown:
+                    await asyncio.wait([answer], timeout=0.005)
+                if not self.fuse.blown:
+                    return answer.result()
+                answer.cancel()  # whoever waits for a dead process hears of it
+                await asyncio.gather(answer, return_exceptions=True)
+                await self._reboot_if_dead()
+
+    async def reach(self, job: dict[str, Any], *states: str) -> dict[str, Any]:
+        async with asyncio.timeout(10.0):
+            while True:
+                await self._reboot_if_dead()
+                job = await self.ask(partial(self.service.job, "ann", job["id"]))
+                if job["state"] in states:
+                    return job
+                await asyncio.sleep(0.002)
+
+    async def submit(self, kind: str, key: str) -> dict[str, Any]:
+        config = {"kind": kind, "base_model": "some-model"} | ({"environment": {"name": "arithmetic"}} if kind == "rl" else {})
+        return await self.ask(lambda: self.service.submit("ann", config, idempotency_key=key))
+
+    async def idle(self) -> None:
+        async with asyncio.timeout(10.0):
+            while self.store.open_servers() or self.store.live_jobs():
+                await self._reboot_if_dead()
+                await asyncio.sleep(0.002)
+
+
+async def story(folder: Path, fuse: Fuse) -> Site:
+    """Two jobs that the cluster drives, one that is completed by its owner and one that is cancelled early, on two slots."""
+    site = Site(folder, fuse)
+    site.boot()
+    jobs = [await site.submit(kind, f"key-{i}") for i, kind in enumerate(("rl", "interactive", "rl", "interactive"))]
+    await site.ask(lambda: site.service.cancel("ann", jobs[3]["id"]))
+    await site.reach(jobs[1], "RUNNING")
+
+    async def complete() -> dict[str, Any]:
+        job = await site.service.job("ann", jobs[1]["id"])
+        return job if job["state"] == "COMPLETED" else await site.service.complete("ann", job["id"])
+
+    await site.ask(complete)
+    for job, end in zip(jobs, ("COMPLETED", "COMPLETED", "COMPLETED", "CANCELLED"), strict=True):
+        ended = await site.reach(job, "COMPLETED", "FAILED", "CANCELLED")
+        assert ended["state"] == end, ended["cause"]
+    await site.idle()
+    stored = await site.service.jobs("ann")
+    assert sorted(job["id"] for job in stored) == sorted(job["id"] for job in jobs)
+    assert site.cluster.processes == {}
+    assert site.cluster.runs == {jobs[0]["id"]: 1, jobs[2]["id"]: 1}
+    assert max(site.cluster.launched.values()) == 1
+    await site.stop()
+    return site
+
+
+@pytest.fixture(autouse=True)
+def _no_model_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opentinker.scheduler.service.load", lambda path: lambda name: None)
+
+
+async def test_a_crash_at_any_call_loses_nothing_doubles_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = await story(tmp_path / "whole", Fuse())
+    calls = whole.fuse.calls
+    assert calls > 30
+    for at in range(1, calls + 1):
+        for after in (False, True):
+            folder = tmp_path / f"{at}-{after}"
+            folder.mkdir()
+            await story(folder, Fuse(at, after=after))
