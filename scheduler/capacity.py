@@ -8,6 +8,7 @@ So whatever Ray chose, what counts as free here is free.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Self
 
 from opentinker.scheduler.placement import Allocation, Demand, Node, Request
@@ -26,8 +27,8 @@ class Capacity:
         # Counts may fall below 0 (a node shrank, a fraction counts twice): then they mean 0, but add up when released.
         self._whole = [node.gpus for node in self.nodes]
         self._slots = [node.cpu_slots for node in self.nodes]
-        self._rooms: list[dict[int, float]] = [{} for _ in self.nodes]
-        """Of GPUs with known fractions on them, what is left."""
+        self._rooms: dict[int, dict[int, float]] = {}
+        """By node that has GPUs with known fractions on them: what is left on each."""
         self._unknown = [0.0 for _ in self.nodes]
         """Sum of the fractions whose GPU is not known."""
         self._indexes: list[list[int] | None] = [list(range(node.gpus)) if node.gpu_groups else None for node in self.nodes]
@@ -47,7 +48,7 @@ class Capacity:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._whole, other._slots, other._unknown = self._whole[:], self._slots[:], self._unknown[:]
-        other._rooms = [dict(rooms) for rooms in self._rooms]
+        other._rooms = {number: dict(rooms) for number, rooms in self._rooms.items()}
         other._indexes = [None if indexes is None else indexes[:] for indexes in self._indexes]
         other._by_whole = [bucket[:] for bucket in self._by_whole]
         other._by_slots = [bucket[:] for bucket in self._by_slots]
@@ -69,7 +70,7 @@ class Capacity:
         gpus, slots = demand
         by_slots = max(0, self._slots[number]) // slots if slots else 1 << 30
         if demand.shares_gpu:
-            shared = sum(int((room + _TOLERANCE) / gpus) for room in self._rooms[number].values())
+            shared = sum(int((room + _TOLERANCE) / gpus) for room in self._rooms.get(number, {}).values())
             return min(by_slots, shared + max(0, self._whole[number]) * int((1 + _TOLERANCE) / gpus))
         return min(by_slots, int(max(0, self._whole[number]) // gpus)) if gpus else by_slots
 
@@ -116,31 +117,43 @@ class Capacity:
         """Nodes on which the demand fits, best first."""
         gpus, slots = demand
         if demand.shares_gpu:
-            shared = [(room, n) for n, rooms in enumerate(self._rooms) if rooms and (room := self._room(n, gpus)) is not None]
+            shared = [(room, n) for n in self._rooms if (room := self._room(n, gpus)) is not None]
             yield from (number for _, number in sorted(shared) if not slots or self._slots[number] >= slots)
         if gpus:
             buckets = self._by_whole[max(1, int(gpus)) :]
             fitting = (n for bucket in buckets for n in bucket if not slots or self._slots[n] >= slots)
-            # Neighbours come before packing: a job that straddles groups is slow for as long as it runs.
-            yield from sorted(fitting, key=lambda n: self._spread(n, int(gpus))) if self._topology and gpus > 1 else fitting
+            yield from self._neighbours_first(fitting, int(gpus)) if self._topology and gpus > 1 else fitting
         else:
             yield from (number for bucket in self._by_slots[slots:] for number in bucket)
 
-    def _spread(self, number: int, gpus: int) -> int:
-        """Groups that the GPUs would lie in which Ray would choose; 1 where that is unknown."""
+    def _neighbours_first(self, fitting: Iterable[int], gpus: int) -> Iterator[int]:
+        """Neighbours come before packing: a job that straddles groups is slow for as long as it runs."""
+        straddling: list[tuple[int, int, int]] = []
+        for number in fitting:
+            if spread := self._straddles(number, gpus):
+                straddling.append((spread, len(straddling), number))
+            else:
+                yield number
+        yield from (number for _, _, number in sorted(straddling))
+
+    def _straddles(self, number: int, gpus: int) -> int:
+        """In how many more groups than they have to the GPUs would lie which Ray would choose; 0 where that is unknown."""
         indexes = self._indexes[number]
         if indexes is None:
-            return 1
+            return 0
         chosen = set(indexes[:gpus])
-        return sum(not chosen.isdisjoint(group) for group in self.nodes[number].gpu_groups)
+        groups = self.nodes[number].gpu_groups
+        sizes = accumulate(sorted(map(len, groups), reverse=True))
+        fewest = sum(total < gpus for total in sizes) + 1
+        return max(0, sum(not chosen.isdisjoint(group) for group in groups) - fewest)
 
     def _room(self, number: int, gpus: float) -> float | None:
         """What is left of the fullest shared GPU that surely has room for the fraction."""
         sure = gpus + self._unknown[number] - _TOLERANCE
-        return min((room for room in self._rooms[number].values() if room >= sure), default=None)
+        return min((room for room in self._rooms.get(number, {}).values() if room >= sure), default=None)
 
     def _most_room(self, number: int) -> float:
-        return max((room - self._unknown[number] for room in self._rooms[number].values()), default=0.0)
+        return max((room - self._unknown[number] for room in self._rooms.get(number, {}).values()), default=0.0)
 
     def _move(self, number: int, demand: Demand, gpus: tuple[int, ...], sign: int) -> None:
         whole, slots = max(0, self._whole[number]), max(0, self._slots[number])
@@ -153,7 +166,7 @@ class Capacity:
         if not demand.shares_gpu:
             self._whole[number] += sign * int(demand.gpus)
         elif gpus:
-            rooms, index = self._rooms[number], gpus[0]
+            rooms, index = self._rooms.setdefault(number, {}), gpus[0]
             room = rooms.get(index, 1.0) + sign * demand.gpus
             if index not in rooms:
                 self._whole[number] -= 1

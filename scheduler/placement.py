@@ -1,5 +1,6 @@
 """What jobs ask for, what nodes have and what is held: the words of placement, as pure values."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -101,6 +102,12 @@ def free_on(nodes: Sequence[Node], held: Sequence[Allocation]) -> dict[str, Dema
             free[allocation.node_id][0] -= allocation.demand.gpus
             free[allocation.node_id][1] -= allocation.demand.cpu_slots
     return {node_id: Demand(max(0.0, round(gpus, 4)), max(0, int(slots))) for node_id, (gpus, slots) in free.items()}
+
+
+def parse_groups(label: str) -> tuple[tuple[int, ...], ...]:
+    """GPU groups of a node label such as "0-3.4-7"; none if it is not of that form."""
+    matches = [re.fullmatch(r"(\d{1,4})-(\d{1,4})", part) for part in label.split(".")]
+    return tuple(tuple(range(int(m[1]), int(m[2]) + 1)) for m in matches if m) if all(matches) else ()
 
 
 def threads_for(node: Node, demand: Demand) -> int:

@@ -33,6 +33,11 @@ class QueueView:
         for use in store.past_use(now - _FORGOTTEN_HALF_LIVES * settings.usage_half_life_s):
             self._ledger.charge(use.owner, cost_of([Demand(use.gpus, use.cpu_slots)]), use.begin, use.end)
 
+    @property
+    def policy(self) -> Policy:
+        """How the cluster is shared now."""
+        return policy_of(self._settings, self._store.users())
+
     def jobs(self) -> list[JobView]:
         """Jobs that have not ended, in the order of their submission."""
         rows = self._store.live_queue()
@@ -41,10 +46,6 @@ class QueueView:
         views = [self._view(row, schedulings) for row in rows]
         self._views = {view.id: view for view in views}
         return views
-
-    def policy(self) -> Policy:
-        """How the cluster is shared now."""
-        return policy_of(self._settings, self._store.users())
 
     def usage(self, now: float) -> dict[str, float]:
         """Decayed usage by owner of jobs that have ended."""

@@ -1,40 +1,50 @@
-"""How the cluster is shared, by what its settings and its users' records say."""
+"""Who may hold how much: the cluster's settings and what is kept of users, as one policy."""
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from opentinker.errors import ConfigError
 from opentinker.scheduler.placement import Demand, count
 from opentinker.scheduler.queueing import Policy
-from opentinker.scheduler.records import User
 from opentinker.scheduler.settings import Quota, Settings
 
 
-def policy_of(settings: Settings, users: Iterable[User]) -> Policy:
-    """Of shares, those that the settings name come first; of limits, a user's own."""
-    shares, quotas = dict[str, float](), dict(settings.quotas)
+class Entitled(Protocol):
+    """What a user is entitled to; None: what the settings say."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def share(self) -> float: ...
+    @property
+    def max_gpus(self) -> float | None: ...
+    @property
+    def max_jobs(self) -> int | None: ...
+
+
+def policy_of(settings: Settings, users: Iterable[Entitled] = ()) -> Policy:
+    """The settings' policy, in which a user's own limits, and a share other than 1, come before the settings' for them."""
+    shares, quotas = dict(settings.shares), dict(settings.quotas)
     for user in users:
-        shares[user.name] = user.share
+        if user.share != 1.0:
+            shares[user.name] = user.share
         own = {"gpus": user.max_gpus, "jobs": user.max_jobs}
-        limits = {name: value for name, value in own.items() if value is not None}
-        if limits:
-            quotas[user.name] = quotas.get(user.name, settings.quota).model_copy(update=limits)
-    return Policy(
-        {**shares, **settings.shares},
-        settings.quota,
-        quotas,
-        half_life_s=settings.usage_half_life_s,
-        patience_s=settings.patience_s,
-    )
+        given = {name: limit for name, limit in own.items() if limit is not None}
+        if given:
+            quotas[user.name] = quotas.get(user.name, settings.quota).model_copy(update=given)
+    return Policy(shares, settings.quota, quotas, settings.usage_half_life_s, settings.patience_s)
 
 
 def check_quota(quota: Quota, demand: Demand, priority: int) -> None:
-    """Raises: ConfigError when the job alone is above its owner's quota, so that no waiting would help."""
+    """Refuse what no waiting could change.
+
+    Raises:
+        ConfigError: the job alone is above its owner's quota.
+    """
     hint = "ask for less, or ask the cluster's admin for a larger quota"
     if quota.gpus is not None and demand.gpus > quota.gpus + 1e-6:
         raise ConfigError(f"the job asks for {demand}; your quota is {count(quota.gpus, 'GPU')}", hint=hint)
     if quota.jobs == 0:
         raise ConfigError("your quota lets no job run", hint=hint)
     if priority > quota.max_priority:
-        raise ConfigError(
-            f"scheduling.priority: {priority} is above {quota.max_priority}, the highest you may ask for", hint=hint
-        )
+        raise ConfigError(f"scheduling.priority: {priority} is above your highest, {quota.max_priority}", hint=hint)

@@ -3,7 +3,6 @@ that they can never wait for a core that the job itself holds."""
 
 import asyncio
 import logging
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from opentinker.scheduler.driver import LOG_NAME, DriverProcess
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
-from opentinker.scheduler.placement import Demand, Node, threads_for
+from opentinker.scheduler.placement import Demand, Node, parse_groups, threads_for
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD, reap
 from opentinker.scheduler.settings import Settings
@@ -166,7 +165,7 @@ class RayLauncher:
 
         async def worker_up() -> dict[str, Any]:
             parts.pids["worker"] = int((await parts.worker.describe.remote())["pid"])
-            parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
+            await self._learn_gpus(parts)
             info: dict[str, Any] = await parts.worker.start.remote(self._settings.start_timeout_s)
             return info
 
@@ -195,7 +194,11 @@ class RayLauncher:
 
     def gpus_of(self, server_id: str) -> tuple[int, ...]:
         parts = self._parts.get(server_id)
-        return () if parts is None else parts.gpus or ()
+        return () if parts is None or parts.gpus is None else parts.gpus
+
+    async def _learn_gpus(self, parts: _Parts) -> None:
+        async with asyncio.timeout(self._settings.unresponsive_s):
+            parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
 
     async def probe(self, server_id: str) -> str:
         parts = await self._known(server_id)
@@ -209,10 +212,9 @@ class RayLauncher:
         worker, _ = await self._ask(parts, "worker", parts.worker.describe)
         if worker or front:
             return worker or front
-        if parts.gpus is None:  # an earlier scheduler launched it
+        if parts.gpus is None:  # a server of an earlier life of the scheduler
             try:
-                async with asyncio.timeout(self._settings.unresponsive_s):
-                    parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
+                await self._learn_gpus(parts)
             except (TimeoutError, RayError) as error:
                 logger.warning("event=gpus_unknown server=%s error=%s", server_id, type(error).__name__)
         return "" if answer["ok"] else f"the server failed: {answer['cause']}"
@@ -321,6 +323,11 @@ class RayLauncher:
             return left
 
 
+def _gpu_indexes(_: Any) -> list[int]:
+    """Runs in the worker's process."""
+    return [int(index) for index in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
+
+
 def _lasting(name: str) -> dict[str, Any]:
     """Actor options: found by its name, and not ended with the process that created it."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
@@ -341,17 +348,6 @@ def _find_group(name: str) -> PlacementGroup | None:
         return None
 
 
-def _gpu_indexes(_: Any) -> list[int]:
-    """Runs in the worker's process."""
-    return [int(index) for index in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
-
-
-def _groups(label: str) -> tuple[tuple[int, ...], ...]:
-    """GPU groups of a node label such as "0-3.4-7"; none if it is not of that form."""
-    matches = [re.fullmatch(r"(\d+)-(\d+)", part) for part in label.split(".")]
-    return tuple(tuple(range(int(m[1]), int(m[2]) + 1)) for m in matches if m) if all(matches) else ()
-
-
 def _node(entry: dict[str, Any]) -> Node:
     has = entry["Resources"]
     return Node(
@@ -360,7 +356,7 @@ def _node(entry: dict[str, Any]) -> Node:
         gpus=int(has.get("GPU", 0)),
         cpu_slots=int(has.get(CPU_SLOT, 0)),
         cpus=int(has.get("CPU", 1)),
-        gpu_groups=_groups(entry.get("Labels", {}).get(GPU_GROUPS, "")),
+        gpu_groups=parse_groups(entry.get("Labels", {}).get(GPU_GROUPS, "")),
     )
 
 

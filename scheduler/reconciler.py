@@ -19,7 +19,7 @@ from opentinker.scheduler.placement import Allocation, Demand, server_config
 from opentinker.scheduler.plan import Decision, DriverOutcome, End, JobView, Run, ServerView, Snapshot, Start, Stop, Wait, plan
 from opentinker.scheduler.queue_view import QueueView
 from opentinker.scheduler.records import Event, Job, Policy, Server
-from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.settings import Quota, Settings
 from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
 from opentinker.scheduler.store import JobStore
 
@@ -98,7 +98,7 @@ class Reconciler:
         self._waits.clear()
         now = self._now()
         usage = self._queue.usage(now)
-        snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy(), usage)
+        snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy, usage)
         for decision in plan(snapshot):
             self._obey(decision)
         self._attend()
@@ -139,6 +139,10 @@ class Reconciler:
         if job.state is JobState.QUEUED:
             return self._waits.get(job.id, "its turn")
         return "its server to start" if job.state is JobState.STARTING else ""
+
+    def quota_of(self, owner: str) -> Quota:
+        """What the owner's jobs may hold at once."""
+        return self._queue.policy.quota_of(owner)
 
     def released(self, job_id: str) -> bool:
         """Whether nothing of an ended job is left on the cluster."""

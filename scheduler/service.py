@@ -29,7 +29,7 @@ from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
-from opentinker.scheduler.quotas import check_quota, policy_of
+from opentinker.scheduler.quotas import check_quota
 from opentinker.scheduler.reconciler import Reconciler
 from opentinker.scheduler.records import Event, Job, Policy, Server
 from opentinker.scheduler.run_files import LogSource, log_path, parse_rows, read_lines
@@ -122,8 +122,7 @@ class SchedulerService:
                     return self._view(earlier)
             await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
             demand = demand_of(parsed.resources, await self._launcher.nodes())
-            quota = policy_of(self._settings, self._store.users()).quota_of(owner)
-            check_quota(quota, demand, parsed.scheduling.priority)
+            check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.runs_dir / job_id
             await asyncio.to_thread(_prepare, run_dir, code)

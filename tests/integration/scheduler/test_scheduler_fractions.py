@@ -69,10 +69,10 @@ def test_what_is_left_of_two_gpus_is_not_taken_for_one(api: Any) -> None:
 
 
 def test_a_time_limit_ends_a_job_that_runs_and_lets_the_next_one_in(api: Any) -> None:
-    first = api.wait(submit(api, 2, time_limit_s=6.0), "RUNNING")
+    first = api.wait(submit(api, 2, time_limit_s=20.0), "RUNNING")
     second = submit(api, 2)
     second = api.get(f"/v1/jobs/{second['id']}", state="STARTING", wait_s=1)
     assert f"estimated after {first['id']} (in " in second["waiting_for"]
-    first = api.wait(first, "FAILED")
-    assert first["cause"] == "reached its time limit of 6 s"
+    first = api.wait(first, "FAILED", timeout_s=60.0)
+    assert first["cause"] == "reached its time limit of 20 s"
     api.wait(second, "RUNNING")

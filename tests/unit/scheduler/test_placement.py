@@ -1,3 +1,6 @@
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,11 +8,21 @@ from hypothesis import strategies as st
 from opentinker.config.base import parse_config
 from opentinker.config.job import Resources, RoleResources, ServerConfig
 from opentinker.errors import ConfigError
-from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on, roles_of, server_config, threads_for
+from opentinker.scheduler.placement import (
+    Allocation,
+    Demand,
+    Node,
+    demand_of,
+    free_on,
+    parse_groups,
+    roles_of,
+    server_config,
+    threads_for,
+)
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import schedule
-from opentinker.scheduler.quotas import check_quota
-from opentinker.scheduler.settings import Quota
+from opentinker.scheduler.quotas import check_quota, policy_of
+from opentinker.scheduler.settings import Quota, Settings
 from opentinker.scheduler.states import JobState
 
 clusters = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), min_size=1, max_size=5).map(
@@ -71,13 +84,39 @@ def test_the_split_layout_is_refused_as_long_as_servers_cannot_do_it() -> None:
     assert "resources.gpus" in caught.value.hint
 
 
+@dataclass
+class User:
+    name: str
+    share: float = 1.0
+    max_gpus: float | None = None
+    max_jobs: int | None = None
+
+
+def test_what_is_kept_of_a_user_comes_before_the_settings(tmp_path: Path) -> None:
+    settings = Settings(
+        state_dir=tmp_path,
+        runs_dir=tmp_path,
+        quota=Quota(gpus=4, jobs=2),
+        quotas={"ann": Quota(gpus=8), "bob": Quota(gpus=1)},
+        shares={"ann": 3.0, "bob": 2.0},
+    )
+    policy = policy_of(settings, [User("ann"), User("bob", share=5.0, max_gpus=16.0), User("cy", max_jobs=7)])
+    assert [policy.quota_of(name) for name in ("ann", "bob", "cy", "dan")] == [
+        Quota(gpus=8),
+        Quota(gpus=16),
+        Quota(gpus=4, jobs=7),
+        Quota(gpus=4, jobs=2),
+    ]
+    assert policy.shares == {"ann": 3.0, "bob": 5.0}
+
+
 def test_what_no_waiting_could_change_is_refused_at_once() -> None:
     check_quota(Quota(gpus=4, jobs=1, max_priority=0), Demand(4), 0)
     with pytest.raises(ConfigError, match="asks for 8 GPUs; your quota is 4 GPUs"):
         check_quota(Quota(gpus=4), Demand(8), 0)
     with pytest.raises(ConfigError, match="lets no job run"):
         check_quota(Quota(jobs=0), Demand(1), 0)
-    with pytest.raises(ConfigError, match="priority: 3 is above 0"):
+    with pytest.raises(ConfigError, match="priority: 3 is above your highest, 0"):
         check_quota(Quota(max_priority=0), Demand(1), 3)
 
 
@@ -85,6 +124,13 @@ def test_the_engine_of_a_shared_gpu_takes_its_part_of_the_share() -> None:
     config = ServerConfig(base_model="m")
     assert server_config(config, Demand(0.5)).engine.memory_fraction == config.engine.memory_fraction / 2
     assert server_config(config, Demand(2)) is config
+
+
+def test_a_label_names_the_groups_of_gpus_or_nothing() -> None:
+    assert parse_groups("0-3.4-7") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert parse_groups("0-1") == ((0, 1),)
+    for nonsense in ("", "0", "a-b", "0-3,4-7", "0-3.", "-1-3"):
+        assert parse_groups(nonsense) == ()
 
 
 def test_free_room_is_counted_with_fractions() -> None:

@@ -17,7 +17,7 @@ def test_users_records_and_settings_make_one_policy() -> None:
         User("cat", frozenset(Scope), share=2.0),
     ]
     policy = policy_of(settings, users)
-    assert policy.shares == {"ann": 3.0, "bob": 1.0, "cat": 5.0}
+    assert policy.shares == {"ann": 3.0, "cat": 2.0}
     assert policy.quota_of("ann") == Quota(gpus=8, jobs=4)
     assert policy.quota_of("bob") == Quota(gpus=2, jobs=1)
     assert policy.quota_of("cat") == policy.quota_of("dan") == Quota(gpus=8)

@@ -302,6 +302,14 @@ async def test_a_job_that_reached_its_time_limit_fails_and_its_slot_comes_back(w
     await world.until_free(1)
 
 
+async def test_a_time_limit_goes_on_while_the_scheduler_is_down(world: Any) -> None:
+    job = await world.reach(await world.interactive(scheduling={"time_limit_s": 20.0}), "RUNNING")
+    await world.crash()
+    world.clock.now += 20.0
+    world.boot()
+    assert (await world.reach(job, "FAILED"))["cause"] == "reached its time limit of 20 s"
+
+
 async def test_a_short_job_fills_the_gap_before_a_large_one_and_all_are_told_when(world: Any) -> None:
     world.launcher.cluster = [Node("n1", "here", gpus=4, cpu_slots=0)]
     first = await world.interactive(resources={"gpus": 2}, scheduling={"time_limit_s": 720.0})
@@ -326,7 +334,7 @@ async def test_a_quota_refuses_what_can_never_run_and_lets_the_rest_wait(world: 
     world.launcher.cluster = [Node("n1", "here", gpus=8, cpu_slots=0)]
     with pytest.raises(ConfigError, match="asks for 4 GPUs; your quota is 2 GPUs"):
         await world.interactive(owner="bob", resources={"gpus": 4})
-    with pytest.raises(ConfigError, match="priority: 5 is above 0"):
+    with pytest.raises(ConfigError, match="priority: 5 is above your highest, 0"):
         await world.interactive(owner="bob", scheduling={"priority": 5})
     bobs = [await world.interactive(owner="bob", resources={"gpus": 2}) for _ in range(2)]
     admins = await world.interactive(resources={"gpus": 4})
