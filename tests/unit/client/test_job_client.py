@@ -26,6 +26,8 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.scheduler.api import create_app
+from opentinker.scheduler.records import Scope
+from opentinker.scheduler.users import Caller
 
 KEY = "right"
 
@@ -43,19 +45,20 @@ class Memory:
         self.code: dict[str, str] | None = None
         self.fail_calls = 0
 
-    async def authenticate(self, key: str) -> str:
+    async def authenticate(self, key: str, address: str = "") -> Caller:
         if self.fail_calls:
             self.fail_calls -= 1
             raise UnavailableError("restarting")
         if key != KEY:
             raise AuthenticationError("the API key is not valid")
-        return "owner"
+        return Caller("owner", frozenset({Scope.SUBMIT}), address)
 
     async def submit(self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: Any) -> dict[str, Any]:
         assert idempotency_key
         self.code = code
         self.job_view = {
             "id": "job-1",
+            "owner": owner,
             "name": config.get("name", ""),
             "state": "QUEUED",
             "cause": "",
@@ -95,7 +98,7 @@ class Memory:
         self.move("COMPLETED")
         return self.job_view
 
-    async def cancel(self, owner: str, job_id: str) -> dict[str, Any]:
+    async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
         self.told.append("cancel")
         self.move("CANCELLED")
         return self.job_view
