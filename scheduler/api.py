@@ -179,7 +179,7 @@ def _shown(request: Request, job: dict[str, Any]) -> dict[str, Any]:
     """The job, with its policy's token only for its owner and a key that may do more than read: the token opens the policy."""
     caller = caller_of(request)
     if job["server"] is not None and not (job["owner"] == caller.name and caller.may(records.Scope.SUBMIT)):
-        job["server"].pop("token", None)
+        return {**job, "server": {name: value for name, value in job["server"].items() if name != "token"}}
     return job
 
 
