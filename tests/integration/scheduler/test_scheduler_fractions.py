@@ -45,7 +45,7 @@ def test_fractions_share_one_gpu_and_leave_the_other_whole(api: Any) -> None:
     whole = api.wait(submit(api, 1), "RUNNING")
     assert free_gpus(api) == 0.0
     late = submit(api, 1)
-    late = api.get(f"/v1/jobs/{late['id']}", state="STARTING", wait_s=1)
+    late = api.get(f"/v1/jobs/{late['id']}", state="QUEUED", wait_s=1)
     assert late["waiting_for"].startswith("needs 1 GPU; no GPU is free; after job-")
     for job in (*halves, whole):
         api.post(f"/v1/jobs/{job['id']}/cancel")
@@ -71,7 +71,7 @@ def test_what_is_left_of_two_gpus_is_not_taken_for_one(api: Any) -> None:
 def test_a_time_limit_ends_a_job_that_runs_and_lets_the_next_one_in(api: Any) -> None:
     first = api.wait(submit(api, 2, time_limit_s=20.0), "RUNNING")
     second = submit(api, 2)
-    second = api.get(f"/v1/jobs/{second['id']}", state="STARTING", wait_s=1)
+    second = api.get(f"/v1/jobs/{second['id']}", state="QUEUED", wait_s=1)
     assert f"estimated after {first['id']} (in " in second["waiting_for"]
     first = api.wait(first, "FAILED", timeout_s=60.0)
     assert first["cause"] == "reached its time limit of 20 s"

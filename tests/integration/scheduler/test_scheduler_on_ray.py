@@ -110,7 +110,7 @@ def test_a_server_that_does_not_stop_by_itself_is_killed(api: Any) -> None:
 def test_a_job_that_does_not_fit_waits_and_starts_when_a_slot_is_back(api: Any) -> None:
     first, second = (api.wait(api.rl("waits"), "RUNNING") for _ in range(2))
     third, fourth = api.rl(), api.rl()
-    assert api.get(f"/v1/jobs/{third['id']}", state="STARTING", wait_s=1)["waiting_for"] == (
+    assert api.get(f"/v1/jobs/{third['id']}", state="QUEUED", wait_s=1)["waiting_for"] == (
         f"needs 1 CPU slot; no CPU slot is free; after {first['id']}, which has no time limit"
     )
     assert api.get(f"/v1/jobs/{fourth['id']}")["waiting_for"].startswith(
