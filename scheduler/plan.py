@@ -11,6 +11,8 @@ from opentinker.scheduler.queueing import Held, Policy, schedule
 from opentinker.scheduler.states import JobState, ServerState
 from opentinker.scheduler.waiting import duration
 
+LEASE_EXPIRED = "lease expired"
+
 
 @dataclass(frozen=True)
 class JobView:
@@ -153,7 +155,7 @@ def _taken(living: Iterable[JobView], snapshot: Snapshot) -> tuple[dict[str, flo
 
 def _fate(job: JobView, server: ServerView | None, snapshot: Snapshot) -> Decision | None:
     if job.lease_expires_at is not None and snapshot.now >= job.lease_expires_at:
-        return End(job.id, JobState.CANCELLED, f"lease expired: no heartbeat for {snapshot.lease_s:g} s")
+        return End(job.id, JobState.CANCELLED, f"{LEASE_EXPIRED}: no heartbeat for {snapshot.lease_s:g} s")
     if job.state is JobState.QUEUED:
         return None
     if server is None:

@@ -16,7 +16,20 @@ from opentinker.scheduler.driver import SERVER_LOG_NAME
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
 from opentinker.scheduler.metrics import SchedulerMetrics
 from opentinker.scheduler.placement import Allocation, Demand, server_config
-from opentinker.scheduler.plan import Decision, DriverOutcome, End, JobView, Run, ServerView, Snapshot, Start, Stop, Wait, plan
+from opentinker.scheduler.plan import (
+    LEASE_EXPIRED,
+    Decision,
+    DriverOutcome,
+    End,
+    JobView,
+    Run,
+    ServerView,
+    Snapshot,
+    Start,
+    Stop,
+    Wait,
+    plan,
+)
 from opentinker.scheduler.queue_view import QueueView
 from opentinker.scheduler.records import Event, Job, Policy, Server
 from opentinker.scheduler.settings import Quota, Settings
@@ -138,7 +151,7 @@ class Reconciler:
         """What a job that is not yet RUNNING waits for, in words; empty for others."""
         if job.state is JobState.QUEUED:
             return self._waits.get(job.id, "its turn")
-        return "its server to start" if job.state is JobState.STARTING else ""
+        return "its server starts" if job.state is JobState.STARTING else ""
 
     def quota_of(self, owner: str) -> Quota:
         """What the owner's jobs may hold at once."""
@@ -165,8 +178,8 @@ class Reconciler:
             case Run(job_id):
                 self._run(self._job(job_id))
             case End(job_id, state, cause):
-                job = self.end(self._job(job_id), state, cause)
-                if job.lease_expires_at is not None and self._now() >= job.lease_expires_at:
+                self.end(self._job(job_id), state, cause)
+                if cause.startswith(LEASE_EXPIRED):
                     self.metrics.lease_expiries.inc()
             case Stop(server_id):
                 self._spawn(f"stop:{server_id}", partial(self._stop, server_id))

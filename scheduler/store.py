@@ -178,7 +178,7 @@ class SqlStore:
         return self._all(Job, chosen)
 
     def counts(self) -> dict[JobState, int]:
-        with self._engine.connect() as connection:
+        with translated(), self._engine.connect() as connection:
             rows = connection.execute(select(_jobs.c.state, func.count()).group_by(_jobs.c.state)).all()
         return {row[0]: row[1] for row in rows}
 
@@ -188,12 +188,12 @@ class SqlStore:
     def live_queue(self) -> list[LiveJob]:
         columns = [_jobs.c[field.name] for field in fields(LiveJob)]
         query = select(*columns).where(_jobs.c.state.in_(LIVE)).order_by(_jobs.c.row)
-        with self._engine.connect() as connection:
+        with translated(), self._engine.connect() as connection:
             return [LiveJob(*row) for row in connection.execute(query)]
 
     def holding_since(self, job_id: str) -> float | None:
         query = select(func.max(_events.c.at)).where(_events.c.job_id == job_id, _events.c.kind == "starting")
-        with self._engine.connect() as connection:
+        with translated(), self._engine.connect() as connection:
             at: float | None = connection.execute(query).scalar()
             return at
 
@@ -206,7 +206,7 @@ class SqlStore:
             .where(_jobs.c.ended_at > since)
             .order_by(_jobs.c.ended_at, _jobs.c.row)
         )
-        with self._engine.connect() as connection:
+        with translated(), self._engine.connect() as connection:
             return [PastUse(*row) for row in connection.execute(query)]
 
     def server(self, server_id: str) -> Server | None:

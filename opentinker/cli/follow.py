@@ -44,4 +44,4 @@ def follow(client: SchedulerClient, job_id: str, progress: Progress) -> dict[str
 
 def _status(job: dict[str, Any]) -> str:
     waiting = job.get("waiting_for")
-    return f"{job['state'].lower()}" + (f", waiting for {waiting}" if waiting else "")
+    return f"{job['state'].lower()}" + (f", {waiting}" if waiting else "")

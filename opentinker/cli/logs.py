@@ -68,4 +68,4 @@ def _explain(job: dict[str, Any], follow: bool) -> None:
     if job["lease_s"] is not None:
         err.print(f"{job['id']} is driven by a process of yours; this is what its server prints", markup=False)
     elif job["waiting_for"] and follow:
-        err.print(f"{job['id']} is {job['state']}: waiting for {job['waiting_for']}", soft_wrap=True, markup=False)
+        err.print(f"{job['id']} is {job['state']}: {job['waiting_for']}", soft_wrap=True, markup=False)

@@ -62,7 +62,7 @@ def wait(
     else:
         out.print(f"{job['id']} {job['state']}" + (f": {job['cause']}" if job["cause"] else ""), soft_wrap=True, markup=False)
         if code == TIMED_OUT and job["waiting_for"]:
-            err.print(f"it waits for {job['waiting_for']}", soft_wrap=True, markup=False)
+            err.print(f"waiting: {job['waiting_for']}", soft_wrap=True, markup=False)
     raise typer.Exit(code)
 
 

@@ -154,7 +154,7 @@ class Job:
             if left <= 0:
                 waiting = self._record.get("waiting_for")
                 raise DeadlineError(
-                    f"job {self.id} is not running after {timeout_s:.0f} s", hint=f"it waits for {waiting}" if waiting else ""
+                    f"job {self.id} is not running after {timeout_s:.0f} s", hint=f"waiting: {waiting}" if waiting else ""
                 )
             self._saw(self._scheduler.job(self.id, wait_s=min(left, 20.0), state=self.state))
             self._raise_if_ended(JobFailedError)
