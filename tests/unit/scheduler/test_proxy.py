@@ -226,7 +226,7 @@ async def test_a_server_that_is_not_there_is_a_typed_error(world: Any, url: str,
     async with httpx.AsyncClient(headers=bearer(key)) as http:
         starting = await http.get(path)
         assert (starting.status_code, starting.json()["code"]) == (503, "unavailable")
-        assert "its server to start" in starting.json()["hint"]
+        assert "its server starts" in starting.json()["hint"]
         world.launcher.may_start.set()
         job = await world.reach(job, "RUNNING")
         deaf = await http.get(path)

@@ -69,7 +69,7 @@ async def test_the_second_job_waits_until_the_first_ones_processes_are_gone(worl
 async def test_cancel_works_while_queued_starting_and_running(world: Any) -> None:
     world.launcher.may_start.clear()
     starting = await world.reach(await world.interactive(), "STARTING")
-    assert starting["waiting_for"] == "its server to start"
+    assert starting["waiting_for"] == "its server starts"
     queued = await world.interactive()
     assert (await world.service.cancel("admin", queued["id"]))["state"] == "CANCELLED"
     assert (await world.service.cancel("admin", starting["id"]))["state"] == "CANCELLED"
