@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
@@ -24,18 +26,32 @@ from opentinker.scheduler.users import Caller
 NAME = "scheduler"
 MAX_CALLS = 1000
 """Calls in progress, most of them waiting for something to change."""
+THREADS = 128
 CALL_S = MAX_WAIT_S + 30.0
 LOG_FORMAT = "%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
+RETRY_S = 2.0
+"""Pause after a restart that failed, such as for a store that is away."""
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerActor(SchedulerService):
     """When Ray restarts it after a crash, it takes over from the store."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        logging.basicConfig(
-            level=logging.INFO, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s", force=True
-        )
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, force=True)
+        try:
+            self._open(settings)
+        except Exception:
+            if not ray.get_runtime_context().was_current_actor_reconstructed:
+                raise  # whoever starts the cluster is told
+            # Ray restarts a process that died, but not one that says why it cannot start; jobs wait for this one.
+            logger.exception("event=restart_failed retry_s=%g", RETRY_S)
+            time.sleep(RETRY_S)
+            os._exit(1)
+
+    def _open(self, settings: Mapping[str, Any]) -> None:
         parsed = parse_config(Settings, settings)
         state = StateDir(parsed.state_dir)
         state.create()
@@ -44,7 +60,10 @@ class SchedulerActor(SchedulerService):
         super().__init__(parsed, store, RayLauncher(parsed), secret)
         self.create_key()
         self.recover()
-        self._loop = asyncio.get_running_loop().create_task(self.run())
+        loop = asyncio.get_running_loop()
+        # Ray's own default is a few threads, which waits for placement groups and dying processes could use up.
+        loop.set_default_executor(ThreadPoolExecutor(THREADS, thread_name_prefix="scheduler"))
+        self._loop = loop.create_task(self.run())
 
     async def describe(self) -> dict[str, Any]:
         return {"pid": os.getpid()}

@@ -77,7 +77,17 @@ def _postgres(url: URL) -> Engine:
         return create_engine(
             url.set(drivername="postgresql+psycopg"),
             pool_pre_ping=True,
-            connect_args={"connect_timeout": 5, "options": "-c statement_timeout=10000", "application_name": "opentinker"},
+            hide_parameters=True,
+            connect_args={
+                "connect_timeout": 5,
+                "options": "-c statement_timeout=10000",
+                "application_name": "opentinker",
+                # A network that drops packets must not hold up the scheduler's one event loop for TCP's quarter of an hour.
+                "keepalives_idle": 5,
+                "keepalives_interval": 2,
+                "keepalives_count": 3,
+                "tcp_user_timeout": 10000,
+            },
         )
     except (ModuleNotFoundError, NoSuchModuleError) as error:
         raise ConfigError("PostgreSQL needs the package psycopg", hint="pip install 'opentinker[cluster]'") from error
@@ -116,7 +126,8 @@ def translated() -> Iterator[None]:
         else:
             away = isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
         if away:
-            raise UnavailableError(f"the scheduler's store does not answer: {words}") from error
+            logger.error("event=store_away error=%s", words)
+            raise UnavailableError("the scheduler's store does not answer (the scheduler's log has the details)") from error
         raise
 
 

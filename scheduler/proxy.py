@@ -16,7 +16,7 @@ import httpx
 from starlette.requests import Request
 from starlette.responses import Response
 
-from opentinker.errors import DeadlineError, UnavailableError
+from opentinker.errors import DeadlineError, NotFoundError, UnavailableError
 
 logger = logging.getLogger(__name__)
 PREFIX = "/v1/jobs/"
@@ -115,7 +115,10 @@ class Proxy:
     @staticmethod
     def _outgoing(client: httpx.AsyncClient, request: Request, target: dict[str, str], body: "_Body") -> httpx.Request:
         raw: bytes = request.scope.get("raw_path") or request.scope["path"].encode()
-        path = b"/" + raw.split(b"/", 5)[5]
+        parts = raw.split(b"/", 5)
+        if len(parts) < 6:  # an encoded slash in the place of a real one
+            raise NotFoundError("no such route")
+        path = b"/" + parts[5]
         query: bytes = request.scope["query_string"]
         headers = [(name, value) for name, value in request.headers.raw if name not in _NOT_PASSED_ON]
         if b"accept-encoding" not in dict(headers):

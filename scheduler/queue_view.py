@@ -6,6 +6,7 @@ from typing import Any
 
 from opentinker.config.base import parse_config
 from opentinker.config.job import Scheduling
+from opentinker.errors import ConfigError
 from opentinker.scheduler.fairshare import UsageLedger, cost_of
 from opentinker.scheduler.placement import Demand
 from opentinker.scheduler.plan import JobView
@@ -90,5 +91,9 @@ class QueueView:
 
 
 def scheduling_of(config: dict[str, Any]) -> Scheduling:
-    """The `scheduling` section of a stored config; jobs of earlier versions have none."""
-    return parse_config(Scheduling, config.get("scheduling", {}))
+    """The `scheduling` section of a stored config. Jobs of other versions may have none, or one that this version refuses;
+    starting them says so, and until then they queue like any other."""
+    try:
+        return parse_config(Scheduling, config.get("scheduling", {}))
+    except ConfigError:
+        return Scheduling()

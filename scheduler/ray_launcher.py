@@ -262,9 +262,14 @@ class RayLauncher:
             # A driver at work answers neither of these before it is done, and then at once.
             driver.pid = int((await actor.describe.remote())["pid"])
             driver.arrived = True
-            outcome = await actor.run.remote(
-                functions[spec.kind], spec.config, spec.endpoint, spec.token, spec.policy_id, spec.run_dir, spec.code_dir
-            )
+            where = (spec.endpoint, spec.token, spec.policy_id, spec.run_dir, spec.code_dir)
+            while True:
+                try:
+                    outcome = await actor.run.remote(functions[spec.kind], spec.config, *where)
+                    break
+                except ActorUnavailableError:
+                    # A connection broke. The driver runs once, however often it is asked; if it is dead, Ray says so next.
+                    await asyncio.sleep(self._settings.probe_s)
         except RayActorError as error:
             return DriverOutcome(f"{_death('the driver process', driver.pid, error)}; see {LOG_NAME}")
         except RayTaskError as error:

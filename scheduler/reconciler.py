@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.config.job import InteractiveJobConfig, parse_job
-from opentinker.errors import OpenTinkerError
+from opentinker.errors import ConfigError, OpenTinkerError
 from opentinker.scheduler.driver import SERVER_LOG_NAME
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
 from opentinker.scheduler.metrics import SchedulerMetrics
@@ -38,6 +38,11 @@ from opentinker.scheduler.store import JobStore
 
 logger = logging.getLogger(__name__)
 RESTARTED = "scheduler_restarted"
+LOOK_S = 30.0
+"""Ray's word on its nodes has to come within this."""
+FORGIVEN_S = 2.0
+"""A longer pause between two looks is an outage of the scheduler's own."""
+MAX_TEXT = 2000
 _ECHOES = frozenset({"server_lost", "unavailable", "deadline_exceeded"})
 """Codes of driver errors that a server's death may have caused."""
 
@@ -62,6 +67,7 @@ class Reconciler:
         self._queue = QueueView(store, settings, now())
         self._steady = steady
         self._leases: dict[str, float] = {}
+        self._looked_at = time.monotonic()
         self.metrics = SchedulerMetrics()
         self._faults: dict[str, str] = {}
         self._outcomes: dict[str, DriverOutcome] = {}
@@ -76,8 +82,8 @@ class Reconciler:
 
         The outage does not count against leases, for nobody could renew them.
         """
-        for job in self._store.live_jobs():
-            self._record(job, RESTARTED)
+        now = self._now()
+        self._store.save(*(Event(job.id, now, RESTARTED) for job in self._store.live_queue()))
 
     async def run(self) -> None:
         """Reconcile until cancelled."""
@@ -92,8 +98,10 @@ class Reconciler:
             await _wait(self._wake, self._settings.reconcile_s)
 
     async def tick(self) -> None:
-        """One look at the cluster, and what follows from it."""
-        nodes = await self._launcher.nodes()
+        """One look at the cluster, and what follows from it. What fails for one job does not keep the others waiting."""
+        async with asyncio.timeout(LOOK_S):
+            nodes = await self._launcher.nodes()
+        self._forgive_outage()
         jobs = [
             replace(job, lease_expires_at=self._lease_expires_at(job)) if job.lease_expires_at is not None else job
             for job in self._queue.jobs()
@@ -113,8 +121,29 @@ class Reconciler:
         usage = self._queue.usage(now)
         snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy, usage)
         for decision in plan(snapshot):
-            self._obey(decision)
+            try:
+                self._obey(decision)
+            except OpenTinkerError as error:
+                logger.exception("event=decision_failed decision=%r", decision)
+                self._give_up(decision, error)
+            except Exception:
+                logger.exception("event=decision_failed decision=%r", decision)
         self._attend()
+        self._looked_at = time.monotonic()
+
+    def _give_up(self, decision: Decision, error: OpenTinkerError) -> None:
+        """A job that cannot even be started, such as one whose stored config this version refuses, fails with that."""
+        job = self._job(decision.job_id) if isinstance(decision, Start) else None
+        if job is not None and isinstance(error, ConfigError) and not job.state.ended:
+            self.end(job, JobState.FAILED, str(error))
+
+    def _forgive_outage(self) -> None:
+        """Time in which this process could not look, with its store away or itself stopped, renewed nobody's lease: it does
+        not count."""
+        missed_s = time.monotonic() - self._looked_at - self._settings.reconcile_s
+        if missed_s > FORGIVEN_S:
+            logger.warning("event=outage seconds=%.1f", missed_s)
+            self._leases = {job_id: expires_at + missed_s for job_id, expires_at in self._leases.items()}
 
     def renew_lease(self, job_id: str) -> None:
         """The job's client was heard of. Leases run by a clock that nobody sets, and start anew when the scheduler does: the
@@ -140,7 +169,7 @@ class Reconciler:
         Raises:
             ConflictError: the job has ended, or cannot end like that.
         """
-        ended = replace(job, state=move_job(job.state, state), cause=cause, ended_at=self._now())
+        ended = replace(job, state=move_job(job.state, state), cause=storable(cause), ended_at=self._now())
         self._record(ended, state.lower(), cause)
         self._queue.ended(job, self._now())
         self._leases.pop(job.id, None)
@@ -235,16 +264,15 @@ class Reconciler:
 
     async def _serve(self, server: Server, policy: Policy, job: Job) -> None:
         """Launch a server, or go on launching it, then watch it until it dies or is stopped."""
-        spec = self._server_spec(server, policy, job)
         started = time.monotonic()
         try:
-            launched = await self._launcher.launch(spec)
+            launched = await self._launcher.launch(self._server_spec(server, policy, job))
         except OpenTinkerError as error:
-            self._fault(spec.server_id, str(error))
+            self._fault(server.id, str(error))
             return
         except Exception as error:
-            logger.exception("event=launch_failed job=%s server=%s", spec.job_id, spec.server_id)
-            self._fault(spec.server_id, f"the server did not start: {type(error).__name__}: {' '.join(str(error).split())}")
+            logger.exception("event=launch_failed job=%s server=%s", job.id, server.id)
+            self._fault(server.id, f"the server did not start: {type(error).__name__}: {' '.join(str(error).split())}")
             return
         self.metrics.server_start.observe(time.monotonic() - started)
         now = self._store.server(server.id)
@@ -337,7 +365,7 @@ class Reconciler:
         return job
 
     def _record(self, job: Job, kind: str, detail: str = "") -> None:
-        self._store.save(job, Event(job.id, self._now(), kind, detail))
+        self._store.save(job, Event(job.id, self._now(), kind, storable(detail)))
         self._announce(job.id, kind, detail=detail)
         self.wake()
 
@@ -372,3 +400,8 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
     except TimeoutError:
         return
+
+
+def storable(text: str) -> str:
+    """A text from user code as every database can hold it: whole characters, no NUL, no more than a screenful."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "?")[:MAX_TEXT]

@@ -117,9 +117,7 @@ class SchedulerService:
             if idempotency_key is not None:
                 earlier = self._store.job_by_key(owner, idempotency_key)
                 if earlier is not None:
-                    if earlier.config != resolved:
-                        raise ConflictError("this idempotency key was used for another job", hint="use a new key for each job")
-                    return self._view(earlier)
+                    return self._view(_same(earlier, resolved, code))
             await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
             demand = demand_of(parsed.resources, await self._launcher.nodes())
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
@@ -142,7 +140,7 @@ class SchedulerService:
                 created_at=now,
                 lease_expires_at=now + self._settings.lease_s if isinstance(parsed, InteractiveJobConfig) else None,
                 idempotency_key=idempotency_key,
-                code_sha256=code["sha256"] if code else None,
+                code_sha256=code["sha256"].lower() if code else None,
             )
             try:
                 accepted = self._store.accept(job, Event(job_id, now, "submitted"))
@@ -151,7 +149,7 @@ class SchedulerService:
                 raise
             if accepted.id != job_id:  # another scheduler's answer to the same request
                 await asyncio.to_thread(shutil.rmtree, run_dir, ignore_errors=True)
-                return self._view(accepted)
+                return self._view(_same(accepted, resolved, code))
             self._reconciler.renew_lease(job_id)
         self._reconciler.wake()
         return self._view(job)
@@ -391,6 +389,13 @@ def _default_name(config: JobConfig) -> str:
     if isinstance(config, InteractiveJobConfig):
         return PurePath(config.base_model).name or config.base_model
     return config.environment.name.rpartition(":")[2]
+
+
+def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:
+    """Raises: ConflictError when a repeated idempotency key comes with another job."""
+    if (earlier.config, earlier.code_sha256) != (config, code["sha256"].lower() if code else None):
+        raise ConflictError("this idempotency key was used for another job", hint="use a new key for each job")
+    return earlier
 
 
 def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:

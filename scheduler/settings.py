@@ -8,6 +8,9 @@ from pydantic import Field
 from opentinker.config.base import Config
 from opentinker.config.job import Seconds
 
+MIN_SHARE = 1e-3
+"""Smallest share of an owner: shares are divided by each other."""
+
 
 class Quota(Config):
     """What the jobs of one owner may hold at once; None = no limit. Jobs above it wait, and hold nobody up."""
@@ -46,7 +49,7 @@ class Settings(Config):
     """Of every owner without one of their own."""
     quotas: dict[str, Quota] = Field(default_factory=dict)
     """By owner, in place of `quota`."""
-    shares: dict[str, Annotated[float, Field(ge=0.0)]] = Field(default_factory=dict)
+    shares: dict[str, Annotated[float, Field(ge=MIN_SHARE)]] = Field(default_factory=dict)
     """By owner, their weight in fair share; 1.0 for who is not listed."""
     usage_half_life_s: Seconds = 7 * 86400.0
     """Fair share: what was used this long ago counts half."""

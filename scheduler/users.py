@@ -20,6 +20,7 @@ from opentinker.errors import (
 from opentinker.scheduler.auth import find_key, key_digest, new_api_key, unauthenticated
 from opentinker.scheduler.limits import LoginLimiter
 from opentinker.scheduler.records import ApiKey, AuditEvent, Record, Scope, User
+from opentinker.scheduler.settings import MIN_SHARE
 from opentinker.scheduler.store import JobStore
 
 logger = logging.getLogger(__name__)
@@ -281,8 +282,8 @@ def _changed(user: User, **changes: Any) -> User:
         value = getattr(changed, field)
         if value is not None and not 0 <= value < 1e6:
             raise InvalidRequestError(f"{field} must be 0 or more and below a million, not {value}")
-    if changed.share <= 0:
-        raise InvalidRequestError("share must be above 0", hint="disable a user who is to get nothing")
+    if changed.share < MIN_SHARE:
+        raise InvalidRequestError(f"share must be at least {MIN_SHARE}", hint="disable a user who is to get nothing")
     return changed
 
 

@@ -84,8 +84,11 @@ def build_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
     return folder
 
 
-# A suite that was started in the background inherits an ignored SIGINT, and so would the programs that tests interrupt.
+# A suite that was started in the background or by nohup inherits ignored signals, and so would the programs that tests
+# interrupt. A handler, unlike "ignore", is not inherited by programs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ class UsersClient(SchedulerClient):
 
     def add(self, name: str, scopes: Sequence[str], **limits: float | None) -> dict[str, Any]:
         """{"user", "key"}; the key's `key` is shown here only. `limits`: share, max_gpus, max_jobs."""
-        return self._call("POST", "/v1/users", json={"name": name, "scopes": list(scopes), **limits})
+        return self._call("POST", "/v1/users", json={"name": name, "scopes": list(scopes), **limits}, attempts=1)
 
     def users(self) -> list[dict[str, Any]]:
         users: list[dict[str, Any]] = self._call("GET", "/v1/users")["users"]
@@ -34,14 +34,14 @@ class UsersClient(SchedulerClient):
     def add_key(self, name: str, label: str, scopes: Sequence[str] | None = None) -> dict[str, Any]:
         """The key; its `key` is shown here only."""
         body = {"name": label, "scopes": None if scopes is None else list(scopes)}
-        return self._call("POST", f"{_path(name)}/keys", json=body)
+        return self._call("POST", f"{_path(name)}/keys", json=body, attempts=1)
 
     def revoke(self, name: str, key_id: str) -> dict[str, Any]:
         return self._call("POST", f"{_path(name)}/keys/{quote(key_id, safe='')}/revoke")
 
     def rotate(self, name: str, key_id: str) -> dict[str, Any]:
         """The new key; its `key` is shown here only."""
-        return self._call("POST", f"{_path(name)}/keys/{quote(key_id, safe='')}/rotate")
+        return self._call("POST", f"{_path(name)}/keys/{quote(key_id, safe='')}/rotate", attempts=1)
 
     def audit(self, limit: int) -> list[dict[str, Any]]:
         """Newest first."""

@@ -267,6 +267,28 @@ def test_a_restarted_scheduler_goes_on_with_starts_and_still_can_cancel(api: Any
     assert api.free_slots() == 2
 
 
+def test_a_scheduler_that_restarts_without_its_store_comes_back_with_it(cluster: Any, api: Any) -> None:
+    job = api.wait(api.interactive(), "RUNNING")
+    database = cluster.key_path.with_name("scheduler.db")
+    parts = [path for path in (database, *(Path(f"{database}-{part}") for part in ("wal", "shm"))) if path.exists()]
+    (scheduler,) = [p for p in psutil.process_iter() if p.name().startswith("ray::Scheduler") and _is_of(p, os.getpid())]
+    scheduler.send_signal(signal.SIGSTOP)
+    for path in parts:
+        path.rename(f"{path}.away")
+    database.mkdir()
+    scheduler.kill()
+    time.sleep(5.0)
+    assert api.http.get("/v1/jobs").status_code == 503
+    database.rmdir()
+    for path in parts:
+        Path(f"{path}.away").rename(path)
+    deadline = time.monotonic() + 30.0
+    while (answer := api.http.post(f"/v1/jobs/{job['id']}/heartbeat")).status_code == 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert answer.json()["state"] == "RUNNING"
+
+
 def test_what_died_while_the_scheduler_was_down_fails_its_job(api: Any) -> None:
     leased = api.wait(api.interactive(), "RUNNING")
     driven = api.wait(api.rl("waits"), "RUNNING")

@@ -14,7 +14,10 @@ import pytest
 from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError, UnknownModelError
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
+from opentinker.scheduler.records import Event, Job
 from opentinker.scheduler.settings import Quota
+from opentinker.scheduler.states import JobState
+from opentinker.scheduler.store import SqlStore, sqlite_url
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -226,6 +229,34 @@ async def test_a_fault_of_the_cluster_does_not_end_the_loop(world: Any, monkeypa
         patch.setattr(world.launcher, "nodes", lost)
         await asyncio.sleep(0.05)
     await world.reach(await world.interactive(), "RUNNING")
+
+
+async def test_one_jobs_odd_text_or_config_does_not_hold_up_the_others(world: Any) -> None:
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=3)]
+    odd = await world.reach(await world.rl(), "RUNNING")
+    await world.until(lambda: odd["id"] in world.launcher.ends)
+    world.launcher.ends[odd["id"]].set_result(DriverOutcome("bad file \udcff\0" + "x" * 10_000))
+    odd = await world.reach(odd, "FAILED")
+    assert odd["cause"].startswith("bad file ??xxx")
+    assert len(odd["cause"]) <= 2000
+    await world.crash()
+    store = SqlStore.open(sqlite_url(world.database))
+    old = Job("job-old", "admin", "old", "rl", JobState.QUEUED, {"kind": "rl", "gone": 1}, "", 0, 1, created_at=0.0)
+    store.save(old, Event("job-old", 0.0, "submitted"))
+    store.close()
+    world.boot()
+    await world.reach(await world.interactive(), "RUNNING")
+    old_now = world.store.job("job-old")
+    assert (old_now.state, "gone" in old_now.cause) == (JobState.FAILED, True)
+
+
+async def test_an_outage_of_the_scheduler_itself_costs_nobody_the_lease(world: Any) -> None:
+    job = await world.reach(await world.interactive(), "RUNNING")
+    reconciler = world.service._reconciler
+    async with world.service._submitting:
+        before = reconciler._leases[job["id"]]
+        reconciler._looked_at -= 100.0
+        await world.until(lambda: reconciler._leases[job["id"]] > before + 90.0)
 
 
 async def test_shutdown_ends_every_job_and_refuses_new_ones(world: Any) -> None:
