@@ -235,15 +235,16 @@ def test_a_restarted_scheduler_finds_its_running_jobs_again(api: Any) -> None:
     while not Path(driven["run_dir"], "runs").exists():
         time.sleep(0.05)
     leased = api.wait(api.interactive(), "RUNNING")
-    queued = api.rl()
-    before = set(pids_of(leased))
-    kill_scheduler(api)
-    leased = api.post(f"/v1/jobs/{leased['id']}/heartbeat")
-    assert (leased["state"], set(pids_of(leased))) == ("RUNNING", before)
-    driven = api.wait(driven, "COMPLETED", "FAILED")
-    assert (driven["state"], driven["cause"]) == ("COMPLETED", "")
-    assert Path(driven["run_dir"], "runs").read_text() == "run\n"
-    assert api.wait(queued, "COMPLETED", "FAILED")["state"] == "COMPLETED"
+    with api.alive(leased):
+        queued = api.rl()
+        before = set(pids_of(leased))
+        kill_scheduler(api)
+        leased = api.post(f"/v1/jobs/{leased['id']}/heartbeat")
+        assert (leased["state"], set(pids_of(leased))) == ("RUNNING", before)
+        driven = api.wait(driven, "COMPLETED", "FAILED")
+        assert (driven["state"], driven["cause"]) == ("COMPLETED", "")
+        assert Path(driven["run_dir"], "runs").read_text() == "run\n"
+        assert api.wait(queued, "COMPLETED", "FAILED")["state"] == "COMPLETED"
     pid = leased["server"]["pid"]
     os.kill(pid, signal.SIGKILL)
     leased = api.wait(leased, "FAILED", timeout_s=5.0)
@@ -254,11 +255,12 @@ def test_a_restarted_scheduler_finds_its_running_jobs_again(api: Any) -> None:
 
 def test_a_restarted_scheduler_goes_on_with_starts_and_still_can_cancel(api: Any) -> None:
     slow = api.wait(api.interactive("slow"), "STARTING")
-    driven = api.wait(api.rl("waits"), "RUNNING")
-    while "at work" not in api.get(f"/v1/jobs/{driven['id']}/logs")["text"]:
-        time.sleep(0.05)
-    kill_scheduler(api)
-    api.wait(slow, "RUNNING")
+    with api.alive(slow):
+        driven = api.wait(api.rl("waits"), "RUNNING")
+        while "at work" not in api.get(f"/v1/jobs/{driven['id']}/logs")["text"]:
+            time.sleep(0.05)
+        kill_scheduler(api)
+        api.wait(slow, "RUNNING")
     started = time.monotonic()
     for job in (driven, slow):
         assert api.post(f"/v1/jobs/{job['id']}/cancel")["state"] == "CANCELLED"
@@ -291,18 +293,19 @@ def test_a_scheduler_that_restarts_without_its_store_comes_back_with_it(cluster:
 
 def test_what_died_while_the_scheduler_was_down_fails_its_job(api: Any) -> None:
     leased = api.wait(api.interactive(), "RUNNING")
-    driven = api.wait(api.rl("waits"), "RUNNING")
-    while "at work" not in api.get(f"/v1/jobs/{driven['id']}/logs")["text"]:
-        time.sleep(0.05)
-    (driver,) = [p for p in processes_of(driven["id"]) if p.name().startswith("ray::DriverProc")]
-    (scheduler,) = [p for p in psutil.process_iter() if p.name().startswith("ray::Scheduler") and _is_of(p, os.getpid())]
-    scheduler.kill()
-    os.kill(leased["server"]["pid"], signal.SIGKILL)
-    driver.kill()
-    deadline = time.monotonic() + 20.0
-    while api.http.get("/v1/jobs").status_code == 503:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    with api.alive(leased):
+        driven = api.wait(api.rl("waits"), "RUNNING")
+        while "at work" not in api.get(f"/v1/jobs/{driven['id']}/logs")["text"]:
+            time.sleep(0.05)
+        (driver,) = [p for p in processes_of(driven["id"]) if p.name().startswith("ray::DriverProc")]
+        (scheduler,) = [p for p in psutil.process_iter() if p.name().startswith("ray::Scheduler") and _is_of(p, os.getpid())]
+        scheduler.kill()
+        os.kill(leased["server"]["pid"], signal.SIGKILL)
+        driver.kill()
+        deadline = time.monotonic() + 20.0
+        while api.http.get("/v1/jobs").status_code == 503:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     assert "worker process" in api.wait(leased, "FAILED", timeout_s=10.0)["cause"]
     assert "driver process" in api.wait(driven, "FAILED", timeout_s=10.0)["cause"]
     api.wait_free(2)
