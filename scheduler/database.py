@@ -126,8 +126,7 @@ def translated() -> Iterator[None]:
         else:
             away = isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated
         if away:
-            logger.error("event=store_away error=%s", words)
-            raise UnavailableError("the scheduler's store does not answer (the scheduler's log has the details)") from error
+            raise UnavailableError(f"the scheduler's store does not answer: {words}") from error
         raise
 
 
