@@ -75,10 +75,6 @@ class JobStore(Protocol):
 
     def policies(self, job_id: str) -> list[Policy]: ...
 
-    def jobs_of(self, server_id: str) -> list[str]:
-        """Ids of the jobs with a policy on a server."""
-        ...
-
     def events(self, job_id: str) -> list[Event]:
         """Oldest first."""
         ...
@@ -220,10 +216,6 @@ class SqlStore:
 
     def policies(self, job_id: str) -> list[Policy]:
         return self._all(Policy, select(_policies).where(_policies.c.job_id == job_id))
-
-    def jobs_of(self, server_id: str) -> list[str]:
-        policies = self._all(Policy, select(_policies).where(_policies.c.server_id == server_id))
-        return sorted({policy.job_id for policy in policies})
 
     def events(self, job_id: str) -> list[Event]:
         return self._all(Event, select(_events).where(_events.c.job_id == job_id).order_by(_events.c.row))

@@ -1,6 +1,5 @@
 """`opentinker users`: who may use the cluster, for administrators."""
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -15,7 +14,18 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from opentinker.cli.common import DEFAULT_STATE_DIR, KeyOption, StateDirOption, UrlOption, ago, err, out, read_key
+from opentinker.cli.common import (
+    DEFAULT_STATE_DIR,
+    JsonOption,
+    KeyOption,
+    StateDirOption,
+    UrlOption,
+    ago,
+    err,
+    out,
+    print_json,
+    read_key,
+)
 from opentinker.client.local import API_KEY_VARIABLE, find_cluster
 from opentinker.client.users import UsersClient
 from opentinker.errors import ConfigError
@@ -40,7 +50,6 @@ MaxJobsOption = Annotated[int | None, typer.Option(help="Running jobs at once; n
 OutOption = Annotated[
     Path | None, typer.Option("--out", help="Write the key into this new file, readable by you only, instead of showing it.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @users.command()
@@ -74,7 +83,7 @@ def list_(
     with _client(url, key, state_dir) as client:
         rows = client.users()
     if as_json:
-        _print_json({"users": rows})
+        print_json({"users": rows})
         return
     table = _table("name", "scopes", "share", "max gpus", "max jobs", "state")
     for user in rows:
@@ -138,7 +147,7 @@ def keys(
     with _client(url, key, state_dir) as client:
         rows = client.keys(name)
     if as_json:
-        _print_json({"keys": rows})
+        print_json({"keys": rows})
         return
     table, now = _table("id", "name", "scopes", "created", "last used", "state"), time.time()
     for row in rows:
@@ -208,7 +217,7 @@ def audit(
     with _client(url, key, state_dir) as client:
         rows = client.audit(limit)
     if as_json:
-        _print_json({"events": rows})
+        print_json({"events": rows})
         return
     table = _table("time", "actor", "action", "target", "from", "outcome")
     for row in rows:
@@ -240,7 +249,7 @@ class _Show:
                 target.write(key.pop("key") + "\n")
             self._descriptor = None
         if document is not None:
-            _print_json(document)
+            print_json(document)
             return
         err.print(f"key {key['id']} of {key['owner']}, with the scope {' '.join(key['scopes'])}", soft_wrap=True)
         if self._file is not None:
@@ -288,7 +297,3 @@ def _table(*columns: str) -> Table:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    print(json.dumps(document))

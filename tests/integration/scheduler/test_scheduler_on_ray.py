@@ -220,14 +220,24 @@ def test_no_key_is_in_any_command_line_environment_or_log(cluster: Any, api: Any
     assert not any(secret in path.read_text(errors="replace") for secret in secrets for path in logs)
 
 
-def kill_scheduler(api: Any) -> None:
-    """Kill its process, and wait until the next one answers."""
+def scheduler_process() -> psutil.Process:
+    """Of this module's cluster."""
     (scheduler,) = [p for p in psutil.process_iter() if p.name().startswith("ray::Scheduler") and _is_of(p, os.getpid())]
-    scheduler.kill()
+    return scheduler
+
+
+def await_scheduler(api: Any) -> None:
     deadline = time.monotonic() + 20.0
     while api.http.get("/v1/jobs").status_code == 503:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def kill_scheduler(api: Any) -> None:
+    """Kill its process, and wait until the next one answers."""
+    scheduler = scheduler_process()
+    scheduler.kill()
+    await_scheduler(api)
 
 
 def test_a_restarted_scheduler_finds_its_running_jobs_again(api: Any) -> None:
@@ -273,7 +283,7 @@ def test_a_scheduler_that_restarts_without_its_store_comes_back_with_it(cluster:
     job = api.wait(api.interactive(), "RUNNING")
     database = cluster.key_path.with_name("scheduler.db")
     parts = [path for path in (database, *(Path(f"{database}-{part}") for part in ("wal", "shm"))) if path.exists()]
-    (scheduler,) = [p for p in psutil.process_iter() if p.name().startswith("ray::Scheduler") and _is_of(p, os.getpid())]
+    scheduler = scheduler_process()
     scheduler.send_signal(signal.SIGSTOP)
     for path in parts:
         path.rename(f"{path}.away")
@@ -298,14 +308,11 @@ def test_what_died_while_the_scheduler_was_down_fails_its_job(api: Any) -> None:
         while "at work" not in api.get(f"/v1/jobs/{driven['id']}/logs")["text"]:
             time.sleep(0.05)
         (driver,) = [p for p in processes_of(driven["id"]) if p.name().startswith("ray::DriverProc")]
-        (scheduler,) = [p for p in psutil.process_iter() if p.name().startswith("ray::Scheduler") and _is_of(p, os.getpid())]
+        scheduler = scheduler_process()
         scheduler.kill()
         os.kill(leased["server"]["pid"], signal.SIGKILL)
         driver.kill()
-        deadline = time.monotonic() + 20.0
-        while api.http.get("/v1/jobs").status_code == 503:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        await_scheduler(api)
     assert "worker process" in api.wait(leased, "FAILED", timeout_s=10.0)["cause"]
     assert "driver process" in api.wait(driven, "FAILED", timeout_s=10.0)["cause"]
     api.wait_free(2)

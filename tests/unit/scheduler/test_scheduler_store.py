@@ -60,7 +60,6 @@ def test_what_was_saved_is_there_after_a_crash(store: SqlStore, database_url: st
     assert again.job("j1") == records[0]
     assert again.open_servers() == [(records[1], [records[2]])]
     assert again.events("j1") == [records[3]]
-    assert again.jobs_of("s1") == ["j1"]
     assert (again.user("ann"), again.users()) == (people[0], [people[0]])
     assert again.api_key("k") == again.api_key_by_digest("00") == people[1]
     assert (again.api_keys("ann"), again.api_keys("bob")) == ([people[1]], [])
