@@ -11,8 +11,9 @@ from opentinker.config.base import nearest
 from opentinker.errors import ConflictError, InvalidRequestError, OpenTinkerError
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import State
-from opentinker.server.sync import first_measure, publish, push
+from opentinker.server.sync import first_measure, publish, push, serve
 from opentinker.server.trainer.checkpoint import write_checkpoint
+from opentinker.server.weights import checkpoint_weights
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -23,6 +24,8 @@ def execute(state: State, work: CommandWork) -> dict[str, Any]:
     Raises:
         OpenTinkerError: the command's own error; anything else is a bug or a failing device.
     """
+    if work.command not in ("create", "delete"):
+        _ = state.parts.trainer  # raises where there is none
     return _COMMANDS[work.command](state, work.policy, work.args)
 
 
@@ -30,6 +33,12 @@ def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     spec = validate(PolicySpec, args)
     if state.policies or state.parts.engine.version:
         raise ConflictError(f"this server already has a policy; '{policy}' needs a server of its own")
+    if state.parts.training is None:
+        weights = (
+            None if spec.checkpoint is None else checkpoint_weights(state.parts.model_dir, _folder(state, spec.checkpoint))
+        )
+        state.policies[policy] = serve(state.parts, weights)
+        return {"policy": policy, "version": 0}
     trainer = state.parts.trainer
     trainer.create_policy(policy, spec)
     try:
@@ -48,7 +57,8 @@ def _delete(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args)
     state.hosted(policy)
     state.drain()
-    state.parts.trainer.delete_policy(policy)
+    if state.parts.training is not None:
+        state.parts.training.delete_policy(policy)
     del state.policies[policy]
     return {}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opentinker.client.messages import FloatArray, IntArray
-from opentinker.errors import DeadlineError, NotFoundError, OpenTinkerError
+from opentinker.errors import ConflictError, DeadlineError, NotFoundError, OpenTinkerError
 from opentinker.server.engine.base import RolloutEngine
 from opentinker.server.trainer.base import Trainer
 
@@ -19,13 +19,25 @@ class Parts:
     """What a worker is built from."""
 
     engine: RolloutEngine
-    trainer: Trainer
+    training: Trainer | None
+    """None: this server only samples."""
+    model_dir: Path
     checkpoint_root: Path
-    canaries: tuple[IntArray, ...]
+    canaries: tuple[IntArray, ...] = ()
     """Fixed prompts on which engine and trainer are compared."""
-    drift_limit: float
+    drift_limit: float = 0.0
     adapter_serving: bool = False
     """Publish a LoRA policy as an adapter; otherwise merged into the base weights."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """Raises: ConflictError when this server only samples."""
+        if self.training is None:
+            raise ConflictError(
+                "this server has no trainer: its job is of kind 'inference'",
+                hint="train in a job of kind 'rl' or 'interactive'",
+            )
+        return self.training
 
 
 @dataclass

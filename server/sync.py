@@ -52,6 +52,18 @@ def first_measure(parts: Parts, policy: str) -> Hosted:
     return Hosted(baseline=drift, canary_logprobs=logprobs, digests=digests)
 
 
+def serve(parts: Parts, weights: NamedTensors | None) -> Hosted:
+    """The policy of a server without a trainer: the base model, or these weights.
+
+    Raises:
+        WeightSyncError: a tensor did not arrive as it was sent, or the engine misses one.
+    """
+    digests: dict[str, str] = {}
+    if weights is not None:
+        _check_ack(parts.engine.update_weights(_digesting(weights, digests), 0), digests)
+    return Hosted(baseline=0.0, canary_logprobs=[], digests=digests)
+
+
 def publish(state: State, policy: str, mode: str) -> dict[str, Any]:
     """Make the engine sample from the trainer's weights, under the next version.
 

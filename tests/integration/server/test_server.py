@@ -85,6 +85,8 @@ async def serving(
     lora: LoraConfig | None = None,
     lora_serving: str = "merge",
     create: bool = True,
+    trains: bool = True,
+    checkpoint: str | None = None,
     change: Callable[[Parts], Parts] = lambda parts: parts,
 ) -> AsyncIterator[Server]:
     config = ServerConfig(
@@ -92,7 +94,8 @@ async def serving(
         engine=EngineConfig.model_validate(
             {"kind": kind, "max_model_len": 256, "max_num_seqs": 16, "cache_gib": 0.1, "lora_serving": lora_serving}
         ),
-        trainer=TrainerConfig(dtype="float32"),
+        dtype="float32",
+        trainer=TrainerConfig(dtype="float32") if trains else None,
     )
     worker = Worker(lambda: change(load_parts(model_dir, config, lora, checkpoints)))
     parts = await asyncio.to_thread(worker.start, START_S)
@@ -103,7 +106,7 @@ async def serving(
     client = PolicyClient(endpoint, "secret", "p")
     try:
         if create:
-            await client.command("create", {"lora": None if lora is None else lora.model_dump()})
+            await client.command("create", {"lora": None if lora is None else lora.model_dump(), "checkpoint": checkpoint})
         yield Server(client, worker, parts, endpoint)
     finally:
         await client.close()
