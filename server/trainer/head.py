@@ -77,9 +77,13 @@ def _scan(
         logprobs_NS = torch.log_softmax(logits_NS, 1)
         parts.append(first_N - logprobs_NS[:, 0])  # one fused pass, unlike logsumexp
         if entropy:
-            entropies.append(torch.special.entr(logprobs_NS.exp_()).sum(1))
+            entropies.append(_entropy(logprobs_NS, 1))
         del logprobs_NS  # its memory is still in the caches when the next slice takes it
     return target_N, torch.stack(parts), torch.stack(entropies) if entropy else None
+
+
+def _entropy(logprobs: torch.Tensor, dim: int) -> torch.Tensor:
+    return -logprobs.exp().mul_(logprobs).sum(dim)
 
 
 def _slices(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> list[tuple[int, int]]:
@@ -129,11 +133,11 @@ def logprobs_and_entropies(
     """(`target_logprobs`, bit for bit; the entropy of each row's distribution in nats), float32[N] each, in one pass and
     without a gradient.
 
-    With w = the slices' shares of the softmax, the entropy is that of w plus the w-weighted mean of the slices' own: a sum
+    The entropy is that of the slices' shares of the softmax plus the mean of the slices' own, weighted by the shares: a sum
     of terms that are not negative, so that nothing cancels.
     """
     target_N, parts_N, entropies_N = _scan(hidden_NH, weight_VH, targets_N, cap, temperature, entropy=True)
     assert entropies_N is not None
-    shares_N = torch.softmax(parts_N, 0)
-    entropy_N = torch.special.entr(shares_N).sum(0) + (shares_N * entropies_N).sum(0)
-    return target_N - torch.logsumexp(parts_N, 0), entropy_N.clamp_min_(0)
+    shares_N = torch.log_softmax(parts_N, 0)
+    entropy_N = _entropy(shares_N, 0) + (shares_N.exp() * entropies_N).sum(0)
+    return target_N - torch.logsumexp(parts_N, 0), entropy_N
