@@ -76,7 +76,7 @@ class State:
             return
         raise VersionNotServedError(
             f"version {version} of policy '{policy}' is not served: version {live} is live, and the engine holds one at a time",
-            hint="leave the version out for the latest; an earlier one can be loaded from its checkpoint, as a new version"
+            hint="leave the version out for the latest; an earlier one that was saved can be loaded, as a new version"
             if version < live
             else f"ask again, under another request_id, when a publish has answered with version {version}",
         )

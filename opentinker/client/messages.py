@@ -26,7 +26,7 @@ TokenScore = Literal["logprobs", "reference_logprobs", "entropy", "values"]
 
 - `logprobs`: its logprob under the policy.
 - `reference_logprobs`: its logprob under the base model, as it was before any training.
-- `entropy`: of the policy's distribution that the target was drawn from, in nats.
+- `entropy`: of the policy's whole distribution at its place, in nats.
 - `values`: a value head's estimate.
 """
 TOKEN_SCORES: tuple[TokenScore, ...] = get_args(TokenScore)
