@@ -6,7 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch, PolicySpec, validate
+from opentinker.client.messages import (
+    TOKEN_SCORES,
+    AdamParams,
+    Datum,
+    LossConfig,
+    Minibatch,
+    PolicySpec,
+    TokenScore,
+    validate,
+)
 from opentinker.config.base import nearest
 from opentinker.errors import ConflictError, InvalidRequestError, OpenTinkerError
 from opentinker.server.protocol import CommandWork
@@ -64,12 +73,14 @@ def _delete(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forward(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
-    _known(args, "data", "temperature")
+    _known(args, "data", "compute", "temperature")
     state.hosted(policy)
+    compute = _compute(args.get("compute", ("logprobs",)))
     temperature = _number(args.get("temperature", 1.0), "temperature")
     if not temperature > 0:
         raise InvalidRequestError("temperature must be above 0")
-    return {"logprobs": state.parts.trainer.forward(policy, _data(args), temperature=temperature)}
+    scores = state.parts.trainer.forward(policy, _data(args), compute=compute, temperature=temperature)
+    return {name: scores[name] for name in compute}
 
 
 def _forward_backward(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +175,17 @@ def _list(value: Any, what: str) -> Sequence[Any]:
 
 def _data(args: dict[str, Any]) -> list[Datum]:
     return [Datum.from_wire(body) for body in _list(args.get("data"), "data")]
+
+
+def _compute(value: Any) -> tuple[TokenScore, ...]:
+    """What a `forward` is asked for, each once."""
+    asked = _list(value, "compute")
+    for name in asked:
+        if not isinstance(name, str) or name not in TOKEN_SCORES:
+            raise InvalidRequestError(
+                f"compute: there is no '{name}'; nothing was computed", hint=nearest(str(name), TOKEN_SCORES)
+            )
+    return tuple(name for name in TOKEN_SCORES if name in asked)
 
 
 def _minibatches(value: Any, data_count: int) -> list[Minibatch]:
