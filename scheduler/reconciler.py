@@ -10,8 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from opentinker.checkpoints import parse_ref
 from opentinker.config.job import InteractiveJobConfig, parse_job
 from opentinker.errors import ConfigError, OpenTinkerError
+from opentinker.scheduler.checkpoint_views import start_folder
 from opentinker.scheduler.driver import SERVER_LOG_NAME
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
 from opentinker.scheduler.metrics import SchedulerMetrics
@@ -260,7 +262,11 @@ class Reconciler:
             seed=config.seed if isinstance(config, InteractiveJobConfig) else config.training.seed,
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),
             log_path=str(Path(job.run_dir) / SERVER_LOG_NAME),
+            start_from=self._start_folder(config.start_from),
         )
+
+    def _start_folder(self, start_from: str) -> str:
+        return start_folder(start_from, self._store.job(parse_ref(start_from).job)) if start_from else ""
 
     async def _serve(self, server: Server, policy: Policy, job: Job) -> None:
         """Launch a server, or go on launching it, then watch it until it dies or is stopped."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from opentinker.checkpoints import parse_ref
 from opentinker.config.job import InteractiveJobConfig, JobConfig, parse_job
 from opentinker.errors import (
     ConfigError,
@@ -23,6 +24,7 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.scheduler.auth import new_api_key, policy_token, unauthenticated
+from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job, resolve_start, start_source
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.imports import load
@@ -97,12 +99,19 @@ class SchedulerService:
         return self.users.authenticate(key, address)
 
     async def submit(
-        self, owner: str, config: dict[str, Any], idempotency_key: str | None = None, code: dict[str, str] | None = None
+        self,
+        owner: str,
+        config: dict[str, Any],
+        idempotency_key: str | None = None,
+        code: dict[str, str] | None = None,
+        may_name: str | None = None,
     ) -> dict[str, Any]:
         """Accept a job; `code` is {"zip": base64, "sha256": hex}. A repeat with the same key gets the first one's job.
+        `may_name` is whose jobs `start_from` may name: the owner's by default, `EVERYONE` everybody's.
 
         Raises:
             ConfigError: the config is wrong, or the job could never run here.
+            NotFoundError: there is no such job as `start_from` names for this caller.
             TooLargeError: the config is larger than `MAX_CONFIG_BYTES`.
             StorageError: the store's disk is full; nothing was accepted.
             UnknownModelError: the cluster does not know the base model.
@@ -119,10 +128,15 @@ class SchedulerService:
                 if earlier is not None:
                     return self._view(_same(earlier, resolved, code))
             await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
+            if parsed.start_from:
+                ref = parse_ref(parsed.start_from)
+                source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
+                # What the name means now is what it means for good, however often the server starts.
+                resolved["start_from"] = str(await asyncio.to_thread(resolve_start, ref, source, parsed))
             demand = demand_of(parsed.resources, await self._launcher.nodes())
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
-            run_dir = self._settings.runs_dir / job_id
+            run_dir = self._settings.runs_dir / owner / job_id
             await asyncio.to_thread(_prepare, run_dir, code)
             if self._closing:
                 raise ConflictError("the cluster is being stopped")
@@ -230,6 +244,10 @@ class SchedulerService:
         )
         return {"rows": parse_rows(data), "next": offset, "finished": at_end and self._quiet(job)}
 
+    async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]:
+        """The job's whole checkpoints, newest first; see `checkpoint_views`."""
+        return await asyncio.to_thread(checkpoint_views, self._owned(owner, job_id))
+
     async def cluster(self, owner: str) -> dict[str, Any]:
         """See `cluster_view`. Of others' jobs only administrators see more than the owner and the amounts."""
         nodes = await self._launcher.nodes()
@@ -318,7 +336,7 @@ class SchedulerService:
     def _owned(self, owner: str, job_id: str) -> Job:
         job = self._store.job(job_id)
         if job is None or owner not in (job.owner, EVERYONE):
-            raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
+            raise no_job(job_id)
         return job
 
     def _quiet(self, job: Job) -> bool:
@@ -393,6 +411,9 @@ def _default_name(config: JobConfig) -> str:
 
 def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:
     """Raises: ConflictError when a repeated idempotency key comes with another job."""
+    given, meant = config.get("start_from"), earlier.config.get("start_from")
+    if given and meant and parse_ref(given).may_mean(parse_ref(meant)):
+        config = {**config, "start_from": meant}
     if (earlier.config, earlier.code_sha256) != (config, code["sha256"].lower() if code else None):
         raise ConflictError("this idempotency key was used for another job", hint="use a new key for each job")
     return earlier

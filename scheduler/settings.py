@@ -36,7 +36,7 @@ class Settings(Config):
     """`sqlite:///path`, or `postgresql://user@host/name` (a password goes into ~/.pgpass or `?passfile=`). Default: a SQLite
     file in the state folder."""
     runs_dir: Path
-    """Each job writes into its own folder here."""
+    """Each job writes into its own folder here, `<user>/<job>`."""
     lease_s: Seconds = 30.0
     """An interactive job that sends no heartbeat for this long is cancelled."""
     reconcile_s: Seconds = 0.5

@@ -71,6 +71,26 @@ class Logs(_View):
     finished: bool
 
 
+class CheckpointView(_View):
+    name: str
+    version: int | None
+    """The policy's, when it was saved; null for those of older releases."""
+    ref: str
+    """user/job/name@version: what `start_from` takes."""
+    kind: str
+    """full or lora."""
+    base_model: str
+    step: int
+    """Optimizer steps behind its weights."""
+    created_at: float
+    bytes: int
+
+
+class Checkpoints(_View):
+    checkpoints: list[CheckpointView]
+    """Newest first."""
+
+
 class MetricRows(_View):
     rows: list[dict[str, Any]]
     next: int

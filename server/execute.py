@@ -1,20 +1,19 @@
 """The commands of a policy as plain functions over the worker's state. The table is in docs/architecture.md."""
 
 import math
-import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from opentinker.checkpoints import checkpoints, find, parse_name, versioned
 from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch, PolicySpec, validate
 from opentinker.config.base import nearest
-from opentinker.errors import ConflictError, InvalidRequestError, OpenTinkerError
+from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import State
 from opentinker.server.sync import first_measure, publish, push
-from opentinker.server.trainer.checkpoint import write_checkpoint
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+from opentinker.server.trainer.checkpoint import recover_all, write_checkpoint
 
 
 def execute(state: State, work: CommandWork) -> dict[str, Any]:
@@ -35,7 +34,8 @@ def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     try:
         state.policies[policy] = first_measure(state.parts, policy)
         if spec.checkpoint is not None:
-            trainer.load(policy, _folder(state, spec.checkpoint))
+            # The scheduler chose the folder: the front lets no client name one.
+            trainer.load(policy, Path(spec.checkpoint), weights_only=True)
             push(state, policy, 0)
     except Exception:
         state.policies.pop(policy, None)
@@ -107,17 +107,35 @@ def _publish(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
 
 def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args, "name")
-    state.hosted(policy)
-    folder = _folder(state, args.get("name"))
-    manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty))
-    return {"path": str(folder), "manifest": manifest}
+    version, root = state.hosted(policy).version, state.parts.checkpoint_root
+    name, chosen = parse_name(args.get("name"))
+    if chosen is not None:
+        raise InvalidRequestError(f"'{args['name']}' is not a checkpoint name", hint="a save adds the version itself")
+    folder = root / versioned(name, version)
+    before = find(root, name)
+    # The newest of a name is the one saved last, however the clock is set meanwhile.
+    created_at = max(time.time(), before.created_at + 1e-3 if before else 0.0)
+    about = {"name": name, "version": version, "created_at": created_at}
+    manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty, about))
+    return {"path": str(folder), "name": name, "version": version, "manifest": manifest}
 
 
 def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     """Also publishes, so that the engine samples from what was loaded."""
     _known(args, "name")
     state.hosted(policy)
-    state.parts.trainer.load(policy, _folder(state, args.get("name")))
+    name, version = parse_name(args.get("name"))
+    root = state.parts.checkpoint_root
+    recover_all(root)
+    found = find(root, name, version)
+    path = root / versioned(name, version) if found is None else found.path
+    if not path.is_dir():  # of one that is damaged, `load` says what is wrong
+        known = ", ".join(versioned(c.name, c.version) for c in checkpoints(root)[:10])
+        raise CheckpointError(
+            f"there is no checkpoint '{versioned(name, version)}' of this policy",
+            hint=f"there are: {known}" if known else "none was saved yet",
+        )
+    state.parts.trainer.load(policy, path)
     return publish(state, policy, "drain")
 
 
@@ -167,10 +185,3 @@ def _minibatches(value: Any, data_count: int) -> list[Minibatch]:
                 f"minibatch {number} has index {outside[0]}, but there are {data_count} data; nothing was trained"
             )
     return minibatches
-
-
-def _folder(state: State, name: Any) -> Path:
-    """The folder of a checkpoint name, which is a single safe path component."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequestError(f"'{name}' is not a checkpoint name", hint="letters, digits, '.', '_' and '-', up to 100")
-    return state.parts.checkpoint_root / name

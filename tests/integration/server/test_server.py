@@ -13,10 +13,12 @@ import httpx
 import numpy as np
 import pytest
 
+from opentinker.checkpoints import checkpoints
 from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, SamplingParams, TokenChunk
 from opentinker.client.policy import PolicyClient
 from opentinker.config.job import EngineConfig, LoraConfig, ServerConfig, TrainerConfig
 from opentinker.errors import (
+    CheckpointError,
     ConflictError,
     DeadlineError,
     EngineError,
@@ -32,7 +34,7 @@ from opentinker.server.execute import _COMMANDS
 from opentinker.server.front import create_app
 from opentinker.server.listener import Listener
 from opentinker.server.loading import load_parts, server_info
-from opentinker.server.protocol import COMMANDS
+from opentinker.server.protocol import COMMANDS, CommandWork
 from opentinker.server.state import Parts
 from opentinker.server.worker import InProcessWorker, Worker
 
@@ -79,7 +81,7 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
 @asynccontextmanager
 async def serving(
     model_dir: Path,
-    checkpoints: Path,
+    root: Path,
     *,
     kind: str = "transformers",
     lora: LoraConfig | None = None,
@@ -94,7 +96,7 @@ async def serving(
         ),
         trainer=TrainerConfig(dtype="float32"),
     )
-    worker = Worker(lambda: change(load_parts(model_dir, config, lora, checkpoints)))
+    worker = Worker(lambda: change(load_parts(model_dir, config, lora, root)))
     parts = await asyncio.to_thread(worker.start, START_S)
     listener = Listener(
         create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts)), "127.0.0.1"
@@ -291,14 +293,44 @@ async def test_publish_drains_or_aborts_and_resubmits(server: Server) -> None:
 async def test_save_and_load_restore_the_policy_and_publish_it(server: Server) -> None:
     client = server.client
     saved = await client.save("first")
-    assert saved["path"].endswith("/first")
+    assert saved["path"].endswith("/first@0")
+    assert (saved["name"], saved["version"]) == ("first", 0)
     assert saved["manifest"]["files"]
     before = await server.logprobs()
     await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
     assert not np.array_equal(await server.logprobs(), before)
-    assert (await client.load("first"))["version"] == 2
+    trained = await server.logprobs()
+    assert (await client.save("first"))["version"] == 1
+    assert (await client.load("first@0"))["version"] == 2
     np.testing.assert_array_equal(await server.logprobs(), before)
     np.testing.assert_allclose(await server.engine_logprobs(), before, atol=0.01)
+    await client.load("first")  # the one saved last
+    np.testing.assert_array_equal(await server.logprobs(), trained)
+    with pytest.raises(CheckpointError, match="no checkpoint 'first@7'") as error:
+        await client.load("first@7")
+    assert "first@1, first@0" in error.value.hint
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
+async def test_a_policy_starts_from_a_checkpoints_weights_as_version_0_with_a_new_optimizer(
+    tiny_model_dir: Path, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    async with serving(tiny_model_dir, tmp_path / "a", lora=lora) as server:
+        for _ in range(2):
+            await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        saved, trained = await server.client.save("final"), await server.logprobs()
+    async with serving(tiny_model_dir, tmp_path / "b", lora=lora, create=False) as server:
+        spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": saved["path"]}
+        with pytest.raises(InvalidRequestError, match="start checkpoint cannot be named here"):
+            await server.client.command("create", spec)
+        server.worker.submit([CommandWork("p:c:create", "p", "create", spec)])  # as the scheduler does
+        await asyncio.to_thread(wait_until, lambda: server.worker._state.policies)
+        assert server.worker._state.policies["p"].version == 0
+        np.testing.assert_array_equal(await server.logprobs(), trained)
+        np.testing.assert_allclose(await server.engine_logprobs(), trained, atol=0.01)
+        await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        assert (await server.client.save("first"))["version"] == 1
+        assert [c.step for c in checkpoints(tmp_path / "b")] == [1]
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 101, 7])
