@@ -21,6 +21,8 @@ from opentinker.cli.common import (
 )
 
 JOBS = 20
+WIDE = 90
+"""Columns from which on the model is shown."""
 
 
 def checkpoints(
@@ -45,11 +47,11 @@ def checkpoints(
         for checkpoint in found:
             print_json(checkpoint)
     else:
-        out.print(checkpoints_view(found, time.time()))
+        out.print(checkpoints_view(found, time.time(), out.width))
 
 
-def checkpoints_view(found: list[dict[str, Any]], now: float) -> RenderableType:
-    """The table; an address is never cut, for it is there to be copied."""
+def checkpoints_view(found: list[dict[str, Any]], now: float, width: int) -> RenderableType:
+    """The table, in `width` columns; an address is never cut, for it is there to be copied."""
     if not found:
         return Text("no checkpoints")
     table = plain_table(
@@ -58,7 +60,7 @@ def checkpoints_view(found: list[dict[str, Any]], now: float) -> RenderableType:
         ("step", {"justify": "right"}),
         ("size", {"justify": "right"}),
         ("age", {"justify": "right"}),
-        ("base model", {}),
+        *([("base model", {})] if width >= WIDE else []),
     )
     for checkpoint in found:
         table.add_row(
@@ -67,7 +69,7 @@ def checkpoints_view(found: list[dict[str, Any]], now: float) -> RenderableType:
             str(checkpoint["step"]),
             size(checkpoint["bytes"]),
             ago(checkpoint["created_at"], now),
-            Text(checkpoint["base_model"].rstrip("/").rpartition("/")[2]),
+            *([Text(checkpoint["base_model"].rstrip("/").rpartition("/")[2])] if width >= WIDE else []),
         )
     return table
 
