@@ -137,6 +137,9 @@ class RemoteScheduler:
     async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]:
         return await _answer(self._handle.checkpoints.remote(owner, job_id))
 
+    async def models(self) -> list[dict[str, Any]]:
+        return await _answer(self._handle.models.remote())
+
     async def cluster(self, owner: str) -> dict[str, Any]:
         return await _answer(self._handle.cluster.remote(owner))
 

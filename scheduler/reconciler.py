@@ -17,6 +17,7 @@ from opentinker.scheduler.checkpoint_views import start_folder
 from opentinker.scheduler.driver import SERVER_LOG_NAME
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
 from opentinker.scheduler.metrics import SchedulerMetrics
+from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.placement import Allocation, Demand, server_config
 from opentinker.scheduler.plan import (
     LEASE_EXPIRED,
@@ -66,6 +67,7 @@ class Reconciler:
         self._settings = settings
         self._token_of = token_of
         self._now = now
+        self._models = ModelRegistry(settings)
         self._queue = QueueView(store, settings, now())
         self._steady = steady
         self._leases: dict[str, float] = {}
@@ -257,7 +259,8 @@ class Reconciler:
             token=self._token_of(policy.id),
             node_id=server.node_id,
             demand=demand,
-            config=server_config(config.server(), demand).model_dump(mode="json"),
+            config=server_config(config.server(), demand).model_dump(mode="json")
+            | {"base_model": self._models.location(config.base_model)},
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.seed if isinstance(config, InteractiveJobConfig) else config.training.seed,
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),

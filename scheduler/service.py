@@ -30,6 +30,7 @@ from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
+from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
 from opentinker.scheduler.quotas import check_quota
 from opentinker.scheduler.reconciler import Reconciler
@@ -70,6 +71,7 @@ class SchedulerService:
         self._launcher = launcher
         self._secret = secret
         self._now = now
+        self._models = ModelRegistry(settings)
         self._submitting = asyncio.Lock()
         self._closing = False
         self._reconciler = Reconciler(store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady)
@@ -127,7 +129,7 @@ class SchedulerService:
                 earlier = self._store.job_by_key(owner, idempotency_key)
                 if earlier is not None:
                     return self._view(_same(earlier, resolved, code))
-            await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
+            await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
             if parsed.start_from:
                 ref = parse_ref(parsed.start_from)
                 source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
@@ -247,6 +249,10 @@ class SchedulerService:
     async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]:
         """The job's whole checkpoints, newest first; see `checkpoint_views`."""
         return await asyncio.to_thread(checkpoint_views, self._owned(owner, job_id))
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models that jobs can name, by name; see `ModelRegistry.listing`."""
+        return await asyncio.to_thread(self._models.listing)
 
     async def cluster(self, owner: str) -> dict[str, Any]:
         """See `cluster_view`. Of others' jobs only administrators see more than the owner and the amounts."""

@@ -1,9 +1,10 @@
 """What a scheduler is told at its start."""
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from opentinker.config.base import Config
 from opentinker.config.job import Seconds
@@ -25,6 +26,34 @@ class Quota(Config):
     @property
     def limits(self) -> bool:
         return self.gpus is not None or self.jobs is not None
+
+
+HUB = "hub:"
+"""Before the hub id of a registered model that a server has to download."""
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def _path_or_hub_id(path: str) -> str:
+    if not path.startswith("/") and not _HUB_ID.fullmatch(path):
+        raise ValueError(f"'{path}' is neither an absolute path nor a hub id such as Qwen/Qwen3-0.6B")
+    return path
+
+
+class RegisteredModel(Config):
+    """A base model that jobs may name."""
+
+    path: Annotated[str, AfterValidator(_path_or_hub_id)]
+    """A directory with a Hugging Face model, the same on every node; or a hub id, which the node that hosts a
+    server downloads."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """The one `trainer.dtype` that jobs may use it with; None = any."""
+    size: Annotated[int, Field(ge=1)] | None = None
+    """Parameters; None = counted in its files, where they are here."""
+
+    @property
+    def location(self) -> str:
+        """What a server is told to load."""
+        return self.path if self.path.startswith("/") else HUB + self.path
 
 
 class Settings(Config):
@@ -73,3 +102,9 @@ class Settings(Config):
     front_class: str = "opentinker.server.actors:FrontProcess"
     rl_driver: str = "opentinker.training.run:run_rl_job"
     check_model: str = "opentinker.server.models:check_model"
+    known_models: str = "opentinker.server.models:known_models"
+    describe_model: str = "opentinker.server.models:describe_model"
+    models: dict[str, RegisteredModel] = Field(default_factory=dict)
+    """By the name that jobs use, beside the built-in ones (docs/storage.md)."""
+    only_registered_models: bool = False
+    """Jobs may not name a directory of their own choice."""

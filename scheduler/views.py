@@ -91,6 +91,22 @@ class Checkpoints(_View):
     """Newest first."""
 
 
+class ModelView(_View):
+    name: str
+    path: str
+    """A directory or a hub id; empty for a built-in model."""
+    source: str
+    """built-in, directory or hub."""
+    parameters: int | None
+    dtype: str | None
+    """Of its files, or the one that it is registered for; null where it is not known here."""
+    model_type: str | None
+
+
+class Models(_View):
+    models: list[ModelView]
+
+
 class MetricRows(_View):
     rows: list[dict[str, Any]]
     next: int

@@ -5,7 +5,23 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from opentinker.cli import cancel, checkpoints, demo, describe, down, events, logs, ps, submit, top, train, up, users, wait
+from opentinker.cli import (
+    cancel,
+    checkpoints,
+    demo,
+    describe,
+    down,
+    events,
+    logs,
+    models,
+    ps,
+    submit,
+    top,
+    train,
+    up,
+    users,
+    wait,
+)
 from opentinker.cli.common import print_error
 from opentinker.errors import ConfigError, OpenTinkerError
 
@@ -41,7 +57,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for _module in (up, down, submit, train, ps, top, describe, logs, events, checkpoints, wait, cancel, demo):
+for _module in (up, down, submit, train, ps, top, describe, logs, events, checkpoints, models, wait, cancel, demo):
     _name = _module.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_module, _name))
 app.add_typer(users.users, name="users")

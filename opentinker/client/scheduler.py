@@ -108,6 +108,11 @@ class SchedulerClient:
         found: list[dict[str, Any]] = self._call("GET", f"{_path(job_id)}/checkpoints")["checkpoints"]
         return found
 
+    def models(self) -> list[dict[str, Any]]:
+        """The models that a job's `base_model` can name."""
+        found: list[dict[str, Any]] = self._call("GET", "/v1/models")["models"]
+        return found
+
     def cluster(self) -> dict[str, Any]:
         return self._call("GET", "/v1/cluster")
 

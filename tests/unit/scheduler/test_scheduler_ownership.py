@@ -13,7 +13,7 @@ from opentinker.scheduler.api import OPEN_PATHS, create_app
 
 CHANGING = {("POST", "/v1/jobs")}
 """Need `submit`. So do all that change a job, which have its id in their path."""
-READING = {("GET", "/v1/jobs"), ("GET", "/v1/cluster"), ("GET", "/v1/openapi.json"), ("GET", "/metrics")}
+READING = {("GET", "/v1/jobs"), ("GET", "/v1/cluster"), ("GET", "/v1/models"), ("GET", "/v1/openapi.json"), ("GET", "/metrics")}
 """Any valid key; they answer with what is the caller's."""
 ADMINISTRATION = re.compile(r"/v1/(users|audit)(/.*)?")
 """Need `admin`, before anything else is looked at."""
