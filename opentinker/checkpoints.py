@@ -6,7 +6,7 @@ saved last. Folders without a version are of runs from before versions were kept
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,40 +88,58 @@ def versioned(name: str, version: int | None) -> str:
     return name if version is None else f"{name}@{version}"
 
 
+def parse_folder(folder: str) -> tuple[str, int | None] | None:
+    """(name, version or None) of a checkpoint's folder; None if it is none."""
+    match = _NAMED.fullmatch(folder)
+    return None if match is None else (match[1], None if match[2] is None else int(match[2]))
+
+
 def folders(root: Path) -> dict[tuple[str, int | None], Path]:
     """The folders of whole checkpoints below `root`, by name and version."""
     found = {}
     for manifest in root.glob(f"*/{MANIFEST}"):
-        if match := _NAMED.fullmatch(manifest.parent.name):
-            found[match[1], None if match[2] is None else int(match[2])] = manifest.parent
+        if (named := parse_folder(manifest.parent.name)) is not None:
+            found[named] = manifest.parent
     return found
 
 
 def checkpoints(root: Path) -> list[Checkpoint]:
     """The whole checkpoints below `root`, newest first. One that cannot be read is left out: it cannot be used either."""
-    read = (_read(name, version, path) for (name, version), path in folders(root).items())
-    return sorted(filter(None, read), key=lambda c: (c.created_at, c.version or 0, c.name), reverse=True)
+    return newest_first(c for named, path in folders(root).items() if (c := _read(*named, path)) is not None)
 
 
-def find(root: Path, name: str, version: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint of that name, or the one of that version; None if there is none."""
-    fitting = (c for c in checkpoints(root) if c.name == name and version in (None, c.version))
-    return next(fitting, None)
+def newest_first(found: Iterable[Checkpoint]) -> list[Checkpoint]:
+    return sorted(found, key=lambda c: (c.created_at, c.version or 0, c.name), reverse=True)
 
 
-def _read(name: str, version: int | None, path: Path) -> Checkpoint | None:
+def find(found: Iterable[Checkpoint], name: str, version: int | None = None) -> Checkpoint | None:
+    """Of checkpoints that come newest first, the newest of that name, or the one of that version; None if there is none."""
+    return next((c for c in found if c.name == name and version in (None, c.version)), None)
+
+
+def checkpoint_of(
+    name: str, version: int | None, path: Path, state: Any, manifest: Any, written_at: float
+) -> Checkpoint | None:
+    """What its trainer state and manifest say of a checkpoint; None if they are not those of one."""
     try:
-        state: Mapping[str, Any] = json.loads((path / STATE).read_text())
-        files: Mapping[str, Any] = json.loads((path / MANIFEST).read_text())["files"]
         return Checkpoint(
             name=name,
-            version=state.get("version", version),
+            version=version,
             path=path,
             kind=str(state["kind"]),
             model_type=str(state["model_type"]),
             step=int(state["step"]),
-            created_at=float(state.get("created_at") or (path / MANIFEST).stat().st_mtime),
-            bytes=sum(int(file["bytes"]) for file in files.values()),
+            created_at=float(state.get("created_at") or written_at),
+            bytes=sum(int(file["bytes"]) for file in manifest["files"].values()),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _read(name: str, version: int | None, path: Path) -> Checkpoint | None:
+    try:
+        state, manifest = (json.loads((path / file).read_text()) for file in (STATE, MANIFEST))
+        written_at = (path / MANIFEST).stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    return checkpoint_of(name, version, path, state, manifest, written_at)

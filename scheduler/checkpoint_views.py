@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from opentinker.checkpoints import Checkpoint, CheckpointRef, checkpoints, find, parse_ref, versioned
+from opentinker.checkpoints import Checkpoint, CheckpointRef, find, parse_ref, versioned
 from opentinker.config.job import JobConfig, LoraConfig, parse_job
 from opentinker.errors import ConfigError, NotFoundError
 from opentinker.scheduler.records import Job
+from opentinker.storage import Storage, all_checkpoints
 
 
 def checkpoint_root(job: Job) -> Path:
@@ -19,9 +20,9 @@ def ref_of(job: Job, name: str, version: int | None) -> CheckpointRef:
     return CheckpointRef(job.owner, job.id, name, version)
 
 
-def checkpoint_views(job: Job) -> list[dict[str, Any]]:
+def checkpoint_views(job: Job, storage: Storage | None) -> list[dict[str, Any]]:
     """What the API tells of a job's checkpoints, newest first."""
-    return [_view(job, checkpoint) for checkpoint in checkpoints(checkpoint_root(job))]
+    return [_view(job, checkpoint) for checkpoint in all_checkpoints(checkpoint_root(job), storage)]
 
 
 def _view(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -53,15 +54,17 @@ def start_source(ref: CheckpointRef, job: Job | None, may_name: str | None) -> J
     return job
 
 
-def resolve_start(ref: CheckpointRef, source: Job, config: JobConfig) -> CheckpointRef:
+def resolve_start(ref: CheckpointRef, source: Job, config: JobConfig, storage: Storage | None) -> CheckpointRef:
     """The address of exactly one checkpoint, that `config`'s job can start from.
 
     Raises:
         ConfigError: there is none, or it does not fit the job.
+        UnavailableError: the storage does not answer.
     """
-    found = find(checkpoint_root(source), ref.name, ref.version)
+    saved = all_checkpoints(checkpoint_root(source), storage)
+    found = find(saved, ref.name, ref.version)
     if found is None:
-        known = [versioned(c.name, c.version) for c in checkpoints(checkpoint_root(source))]
+        known = [versioned(c.name, c.version) for c in saved]
         raise ConfigError(
             f"start_from: job {source.id} has no checkpoint '{versioned(ref.name, ref.version)}'",
             hint=f"it has {', '.join(known[:10])}" if known else "it has none",

@@ -38,6 +38,7 @@ from opentinker.scheduler.records import Event, Job, Policy, Server
 from opentinker.scheduler.settings import Quota, Settings
 from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
 from opentinker.scheduler.store import JobStore
+from opentinker.storage import FOLLOW_S, Mirror, Storage, open_storage
 
 logger = logging.getLogger(__name__)
 RESTARTED = "scheduler_restarted"
@@ -46,6 +47,8 @@ LOOK_S = 30.0
 FORGIVEN_S = 2.0
 """A longer pause between two looks is an outage of the scheduler's own."""
 MAX_TEXT = 2000
+COPY_TRIES = 100
+"""How often it is tried to copy an ended job's last lines to the storage."""
 _ECHOES = frozenset({"server_lost", "unavailable", "deadline_exceeded"})
 """Codes of driver errors that a server's death may have caused."""
 
@@ -68,6 +71,7 @@ class Reconciler:
         self._token_of = token_of
         self._now = now
         self._models = ModelRegistry(settings)
+        self._storage = open_storage(settings.remote_storage, settings.runs_dir)
         self._queue = QueueView(store, settings, now())
         self._steady = steady
         self._leases: dict[str, float] = {}
@@ -361,7 +365,19 @@ class Reconciler:
             self._announce(job_id, "released", server=server_id)
         self._faults.pop(server_id, None)
         self._left.pop(server_id, None)
+        for run_dir in (Path(self._job(job_id).run_dir) for job_id in job_ids):
+            if self._storage is not None and self._storage.covers(run_dir):
+                self._spawn(f"copy:{run_dir}", partial(self._copy_rest, self._storage, run_dir))
         self.wake()
+
+    async def _copy_rest(self, storage: Storage, run_dir: Path) -> None:
+        """What the files of an ended job, if they are here, have grown by since its server copied them last."""
+        mirror = Mirror(storage, run_dir)
+        for _ in range(COPY_TRIES):
+            if await asyncio.to_thread(mirror.sync):
+                return
+            await asyncio.sleep(FOLLOW_S)
+        logger.error("event=not_copied run_dir=%s", run_dir)
 
     def _fault(self, server_id: str, cause: str) -> None:
         self._faults[server_id] = cause

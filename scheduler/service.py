@@ -7,7 +7,8 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -42,6 +43,7 @@ from opentinker.scheduler.states import JobState
 from opentinker.scheduler.store import JobStore
 from opentinker.scheduler.uploads import decode_zip, unpack
 from opentinker.scheduler.users import EVERYONE, Caller, UserDirectory
+from opentinker.storage import Storage, open_storage
 
 MAX_CONFIG_BYTES = 256 * 2**10
 MAX_WAIT_S = 60.0
@@ -49,6 +51,8 @@ RELEASE_WAIT_S = 15.0
 """How long `cancel` and `complete` wait for the job's processes to be gone before they answer."""
 SHUTDOWN_S = 30.0
 GPU_USE_FRESH_S = 1.0
+STORAGE_S = 60.0
+"""How long a submit may wait for the storage."""
 NAME_LENGTH = 200
 """What the store has room for."""
 
@@ -72,6 +76,7 @@ class SchedulerService:
         self._secret = secret
         self._now = now
         self._models = ModelRegistry(settings)
+        self._storage = open_storage(settings.remote_storage, settings.runs_dir)
         self._submitting = asyncio.Lock()
         self._closing = False
         self._reconciler = Reconciler(store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady)
@@ -134,12 +139,14 @@ class SchedulerService:
                 ref = parse_ref(parsed.start_from)
                 source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
                 # What the name means now is what it means for good, however often the server starts.
-                resolved["start_from"] = str(await asyncio.to_thread(resolve_start, ref, source, parsed))
+                async with _storage_answers():
+                    resolved["start_from"] = str(await asyncio.to_thread(resolve_start, ref, source, parsed, self._storage))
             demand = demand_of(parsed.resources, await self._launcher.nodes())
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
-            run_dir = self._settings.runs_dir / owner / job_id
-            await asyncio.to_thread(_prepare, run_dir, code)
+            run_dir = self._settings.run_root / owner / job_id
+            async with _storage_answers():
+                await asyncio.to_thread(_prepare, run_dir, code, self._storage)
             if self._closing:
                 raise ConflictError("the cluster is being stopped")
             now = self._now()
@@ -234,21 +241,24 @@ class SchedulerService:
     async def logs(self, owner: str, job_id: str, offset: int = 0, source: LogSource | None = None) -> dict[str, Any]:
         """{"text", "offset", "finished"}: a log of the job from a byte offset on; by default what `log_path` finds."""
         job = self._owned(owner, job_id)
-        path = log_path(Path(job.run_dir), source, has_driver=job.kind != "interactive", ended=job.state.ended)
-        data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job))
+        run_dir, ended, storage = Path(job.run_dir), job.state.ended, self._storage
+        path = await asyncio.to_thread(
+            log_path, run_dir, source, has_driver=job.kind != "interactive", ended=ended, storage=storage
+        )
+        data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job), storage=storage)
         return {"text": data.decode(errors="replace"), "offset": offset, "finished": at_end and self._quiet(job)}
 
     async def metrics(self, owner: str, job_id: str, after: int = 0) -> dict[str, Any]:
         """{"rows", "next", "finished"}: rows of metrics.jsonl from a byte offset on."""
         job = self._owned(owner, job_id)
         data, offset, at_end = await asyncio.to_thread(
-            read_lines, Path(job.run_dir) / "metrics.jsonl", after, complete=self._quiet(job)
+            read_lines, Path(job.run_dir) / "metrics.jsonl", after, complete=self._quiet(job), storage=self._storage
         )
         return {"rows": parse_rows(data), "next": offset, "finished": at_end and self._quiet(job)}
 
     async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]:
         """The job's whole checkpoints, newest first; see `checkpoint_views`."""
-        return await asyncio.to_thread(checkpoint_views, self._owned(owner, job_id))
+        return await asyncio.to_thread(checkpoint_views, self._owned(owner, job_id), self._storage)
 
     async def models(self) -> list[dict[str, Any]]:
         """The models that jobs can name, by name; see `ModelRegistry.listing`."""
@@ -382,6 +392,16 @@ class SchedulerService:
         }
 
 
+@asynccontextmanager
+async def _storage_answers() -> AsyncIterator[None]:
+    """Raises: UnavailableError when it takes too long; others wait for this submit."""
+    try:
+        async with asyncio.timeout(STORAGE_S):
+            yield
+    except TimeoutError as error:
+        raise UnavailableError(f"the storage did not answer within {STORAGE_S:g} s; nothing was accepted") from error
+
+
 def _check_size(config: dict[str, Any]) -> None:
     try:
         size = len(json.dumps(config, ensure_ascii=False).encode())
@@ -425,7 +445,7 @@ def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> 
     return earlier
 
 
-def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:
+def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None) -> None:
     """Make the job's folder, with its code in it. Nothing is left of it when the code is refused."""
     content = decode_zip(code["zip"], code["sha256"]) if code else None
     try:
@@ -435,6 +455,8 @@ def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:
     if content is not None:
         try:
             unpack(content, run_dir / "code")
+            if storage is not None:  # for a driver on another node
+                storage.put_folder(run_dir / "code")
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise

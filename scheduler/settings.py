@@ -39,6 +39,14 @@ def _path_or_hub_id(path: str) -> str:
     return path
 
 
+def _folder_or_url(text: str) -> str:
+    if "://" not in text and not text.startswith("/"):
+        raise ValueError(f"'{text}' is neither an absolute path nor a URL such as s3://bucket/path")
+    if "@" in text.partition("://")[2].partition("/")[0]:
+        raise ValueError("a URL must not hold credentials; give them as its fsspec package reads them from the environment")
+    return text
+
+
 class RegisteredModel(Config):
     """A base model that jobs may name."""
 
@@ -66,6 +74,9 @@ class Settings(Config):
     file in the state folder."""
     runs_dir: Path
     """Each job writes into its own folder here, `<user>/<job>`."""
+    storage_url: Annotated[str, AfterValidator(_folder_or_url)] | None = None
+    """A folder that all nodes share, in place of `runs_dir`; or an fsspec URL (`s3://bucket/path`, `file:///path`), to which
+    what jobs write below `runs_dir` is copied (docs/storage.md)."""
     lease_s: Seconds = 30.0
     """An interactive job that sends no heartbeat for this long is cancelled."""
     reconcile_s: Seconds = 0.5
@@ -108,3 +119,13 @@ class Settings(Config):
     """By the name that jobs use, beside the built-in ones (docs/storage.md)."""
     only_registered_models: bool = False
     """Jobs may not name a directory of their own choice."""
+
+    @property
+    def run_root(self) -> Path:
+        """The folder of all runs."""
+        return self.runs_dir if self.storage_url is None or self.remote_storage else Path(self.storage_url)
+
+    @property
+    def remote_storage(self) -> str:
+        """The URL that runs are copied to; empty if they are not."""
+        return self.storage_url if self.storage_url is not None and "://" in self.storage_url else ""

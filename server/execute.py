@@ -1,19 +1,23 @@
 """The commands of a policy as plain functions over the worker's state. The table is in docs/architecture.md."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from opentinker.checkpoints import checkpoints, find, parse_name, versioned
+from opentinker.checkpoints import MANIFEST, Checkpoint, checkpoints, find, parse_name, versioned
 from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch, PolicySpec, validate
 from opentinker.config.base import nearest
-from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError
+from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError, UnavailableError
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import State
 from opentinker.server.sync import first_measure, publish, push
 from opentinker.server.trainer.checkpoint import recover_all, write_checkpoint
+from opentinker.storage import all_checkpoints
+
+log = logging.getLogger(__name__)
 
 
 def execute(state: State, work: CommandWork) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
         state.policies[policy] = first_measure(state.parts, policy)
         if spec.checkpoint is not None:
             # The scheduler chose the folder: the front lets no client name one.
-            trainer.load(policy, Path(spec.checkpoint), weights_only=True)
+            trainer.load(policy, _here(state, Path(spec.checkpoint)), weights_only=True)
             push(state, policy, 0)
     except Exception:
         state.policies.pop(policy, None)
@@ -112,11 +116,20 @@ def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     if chosen is not None:
         raise InvalidRequestError(f"'{args['name']}' is not a checkpoint name", hint="a save adds the version itself")
     folder = root / versioned(name, version)
-    before = find(root, name)
+    before = find(checkpoints(root), name)
     # The newest of a name is the one saved last, however the clock is set meanwhile.
     created_at = max(time.time(), before.created_at + 1e-3 if before else 0.0)
     about = {"name": name, "version": version, "created_at": created_at}
     manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty, about))
+    storage = state.parts.storage
+    if storage is not None:
+        try:
+            storage.put_folder(folder, last=MANIFEST)
+        except UnavailableError as error:
+            raise CheckpointError(
+                f"the checkpoint {folder} is whole on this node, but was not copied: {error.detail}",
+                hint="save it again when the storage is back",
+            ) from error
     return {"path": str(folder), "name": name, "version": version, "manifest": manifest}
 
 
@@ -127,16 +140,34 @@ def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     name, version = parse_name(args.get("name"))
     root = state.parts.checkpoint_root
     recover_all(root)
-    found = find(root, name, version)
+    saved = _saved(state, root)
+    found = find(saved, name, version)
     path = root / versioned(name, version) if found is None else found.path
-    if not path.is_dir():  # of one that is damaged, `load` says what is wrong
-        known = ", ".join(versioned(c.name, c.version) for c in checkpoints(root)[:10])
+    if found is None and not path.is_dir():  # of one that is damaged, `load` says what is wrong
+        known = ", ".join(versioned(c.name, c.version) for c in saved[:10])
         raise CheckpointError(
             f"there is no checkpoint '{versioned(name, version)}' of this policy",
             hint=f"there are: {known}" if known else "none was saved yet",
         )
-    state.parts.trainer.load(policy, path)
+    state.parts.trainer.load(policy, _here(state, path))
     return publish(state, policy, "drain")
+
+
+def _saved(state: State, root: Path) -> list[Checkpoint]:
+    """The policy's checkpoints, newest first; when the storage is away, those of this node."""
+    try:
+        return all_checkpoints(root, state.parts.storage)
+    except UnavailableError as error:
+        log.warning("event=storage_away error=%s", error)
+        return checkpoints(root)
+
+
+def _here(state: State, folder: Path) -> Path:
+    """The folder of a checkpoint, brought here from the storage if this node has it not."""
+    storage = state.parts.storage
+    if storage is not None and storage.covers(folder) and not folder.is_dir():
+        storage.fetch_folder(folder, last=MANIFEST)
+    return folder
 
 
 _COMMANDS: dict[str, Callable[[State, str, dict[str, Any]], dict[str, Any]]] = {

@@ -25,7 +25,9 @@ from opentinker.cli import (
 from opentinker.cli.common import print_error
 from opentinker.errors import ConfigError, OpenTinkerError
 
-_EXTRAS = dict.fromkeys(("ray", "fastapi", "uvicorn", "sqlalchemy", "psutil", "starlette", "torch", "transformers"), "cluster")
+_EXTRAS = dict.fromkeys(
+    ("ray", "fastapi", "uvicorn", "sqlalchemy", "psutil", "starlette", "torch", "transformers", "fsspec"), "cluster"
+)
 """Which extra brings a package that the light client lacks."""
 
 

@@ -74,11 +74,11 @@ def test_a_name_means_the_one_saved_last_and_older_runs_are_found_too(tmp_path: 
     saved(tmp_path, "best@9", 10.0, version=9)
     newest = saved(tmp_path, "best@2", 20.0, version=2)  # saved after the job began anew
     assert [(c.name, c.version) for c in checkpoints(tmp_path)] == [("best", 2), ("best", 9), ("final", None)]
-    assert find(tmp_path, "best").path == newest  # type: ignore[union-attr]
-    assert find(tmp_path, "best", 9).created_at == 10.0  # type: ignore[union-attr]
-    assert find(tmp_path, "final").bytes == 11  # type: ignore[union-attr]
-    assert find(tmp_path, "final", 1) is None
-    assert find(tmp_path / "absent", "final") is None
+    assert find(checkpoints(tmp_path), "best").path == newest  # type: ignore[union-attr]
+    assert find(checkpoints(tmp_path), "best", 9).created_at == 10.0  # type: ignore[union-attr]
+    assert find(checkpoints(tmp_path), "final").bytes == 11  # type: ignore[union-attr]
+    assert find(checkpoints(tmp_path), "final", 1) is None
+    assert find(checkpoints(tmp_path / "absent"), "final") is None
 
 
 def test_what_is_not_whole_is_not_there(tmp_path: Path) -> None:

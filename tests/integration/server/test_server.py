@@ -1,6 +1,7 @@
 """The whole job server on a tiny model: client, HTTP front, worker, a real engine and a real trainer."""
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -37,6 +38,7 @@ from opentinker.server.loading import load_parts, server_info
 from opentinker.server.protocol import COMMANDS, CommandWork
 from opentinker.server.state import Parts
 from opentinker.server.worker import InProcessWorker, Worker
+from opentinker.storage import Storage
 
 PROMPT = [5, 6, 7, 8]
 REWARDED = [11, 12, 13, 14]
@@ -309,6 +311,33 @@ async def test_save_and_load_restore_the_policy_and_publish_it(server: Server) -
     with pytest.raises(CheckpointError, match="no checkpoint 'first@7'") as error:
         await client.load("first@7")
     assert "first@1, first@0" in error.value.hint
+
+
+async def test_a_save_is_copied_to_the_storage_and_loaded_from_there_when_this_node_has_it_not(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    remote, root = tmp_path / "remote", tmp_path / "runs"
+    storage = Storage(f"file://{remote}", root)
+
+    def stored(parts: Parts) -> Parts:
+        return replace(parts, storage=storage)
+
+    async with serving(tiny_model_dir, root / "ann/job-1/checkpoints", change=stored) as server:
+        saved, before = await server.client.save("first"), await server.logprobs()
+        assert [c.name for c in storage.checkpoints(root / "ann/job-1/checkpoints")] == ["first"]
+        await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        shutil.rmtree(saved["path"])
+        await server.client.load("first")
+        np.testing.assert_array_equal(await server.logprobs(), before)
+        shutil.rmtree(remote)
+        remote.touch()  # the storage is away
+        with pytest.raises(CheckpointError, match="is whole on this node, but was not copied") as error:
+            await server.client.save("second")
+        assert "save it again" in error.value.hint
+        await server.client.load("second")
+        remote.unlink()
+        await server.client.save("second")
+        assert [c.name for c in storage.checkpoints(root / "ann/job-1/checkpoints")] == ["second"]
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
