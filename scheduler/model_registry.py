@@ -1,13 +1,25 @@
 """The models that a cluster knows by name: those that the settings register, and the built-in ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opentinker.config.base import nearest
 from opentinker.config.job import JobConfig
 from opentinker.errors import ConfigError, UnknownModelError
+from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.imports import load
+from opentinker.scheduler.placement import Demand
 from opentinker.scheduler.settings import HUB, RegisteredModel, Settings
+
+
+def _bytes_per_parameter(config: JobConfig) -> int:
+    """Of GPU memory, at least: what engine and trainer hold of the base model's weights, without caches and activations."""
+    each = 4 if config.trainer.dtype == "float32" else 2
+    if str(config.kind) == "inference":
+        return each
+    # Two copies of the weights; of those that are trained also the float32 gradient, master and two moments. In float32 the
+    # weight is its own master.
+    return 2 * each if config.lora is not None else 2 * each + (16 if each == 2 else 12)
 
 
 class ModelRegistry:
@@ -61,6 +73,26 @@ class ModelRegistry:
             if self._models and "/" not in name and name not in known:
                 error.hint = f"{nearest(name, known)}; `opentinker models` lists them"
             raise
+
+    def check_memory(self, config: JobConfig, demand: Demand, use: Mapping[str, Sequence[GpuUse]]) -> None:
+        """Whether the weights alone could fit the GPUs that the job asks for, where both sizes are known. Reads files.
+
+        Raises:
+            ConfigError: they could not, on any GPU of the cluster.
+        """
+        entry, name = self._models.get(config.base_model), config.base_model
+        largest = max((gpu.memory_bytes for gpus in use.values() for gpu in gpus), default=0)
+        if not demand.gpus or not largest:
+            return
+        parameters = (entry and entry.size) or load(self._paths[1])(self.location(name))["parameters"]
+        room = largest * demand.gpus
+        needed = (parameters or 0) * _bytes_per_parameter(config)
+        if needed > room:
+            raise ConfigError(
+                f"base_model: '{name}' has {parameters:,} parameters, which need {needed / 2**30:.0f} GiB at least; "
+                f"{demand} of this cluster have {room / 2**30:.0f} GiB",
+                hint="ask for more GPUs, train an adapter (lora), or take a smaller model",
+            )
 
     def listing(self) -> list[dict[str, Any]]:
         """What the API tells of every model, by name. Reads files."""

@@ -141,7 +141,9 @@ class SchedulerService:
                 # What the name means now is what it means for good, however often the server starts.
                 async with _storage_answers():
                     resolved["start_from"] = str(await asyncio.to_thread(resolve_start, ref, source, parsed, self._storage))
-            demand = demand_of(parsed.resources, await self._launcher.nodes())
+            nodes = await self._launcher.nodes()
+            demand = demand_of(parsed.resources, nodes)
+            await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use(nodes))
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.run_root / owner / job_id

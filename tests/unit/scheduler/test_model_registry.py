@@ -10,7 +10,9 @@ import pytest
 from opentinker.config.base import parse_config
 from opentinker.config.job import InteractiveJobConfig
 from opentinker.errors import ConfigError, UnknownModelError
+from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.model_registry import ModelRegistry
+from opentinker.scheduler.placement import Node
 from opentinker.scheduler.settings import Settings
 from opentinker.server.models import check_model
 
@@ -113,3 +115,19 @@ async def test_a_server_is_told_where_its_model_lies_and_the_job_keeps_the_name(
 
 def registry_settings(models: dict[str, Any]) -> dict[str, Any]:
     return {"models": parse_config(Settings, {"state_dir": "/s", "runs_dir": "/r", "models": models}).models}
+
+
+async def test_a_model_that_no_gpu_here_can_hold_is_refused_at_submit(world: Any) -> None:
+    world.settings = world.settings.model_copy(update=registry_settings({"big": {"path": "a/big", "size": 7_000_000_000}}))
+    await world.crash()
+    world.boot()
+    world.launcher.cluster = [Node("n1", "here", gpus=2, cpu_slots=0)]
+    big: dict[str, Any] = {"kind": "interactive", "base_model": "big", "resources": {"gpus": 1}}
+    assert (await world.service.submit("admin", big))["state"] == "QUEUED"  # nobody knows how large the GPUs are
+    world.launcher.use = {"n1": [GpuUse(i, "a GPU", 0.0, 0, 80 * 2**30) for i in range(2)]}
+    await world.service._gpu_use(world.launcher.cluster)
+    world.service._gpu_use_until = 0.0
+    with pytest.raises(ConfigError, match=r"7,000,000,000 parameters, which need 130 GiB at least; 1 GPU .* have 80 GiB"):
+        await world.service.submit("admin", big)
+    for fits in ({"lora": {"rank": 4}}, {"resources": {"gpus": 2}}):
+        assert (await world.service.submit("admin", {**big, **fits}))["id"]
