@@ -340,15 +340,19 @@ async def test_a_save_is_copied_to_the_storage_and_loaded_from_there_when_this_n
         assert [c.name for c in storage.checkpoints(root / "ann/job-1/checkpoints")] == ["second"]
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "lora", "lora_serving"),
+    [("transformers", None, "merge"), ("transformers", LORA, "merge"), ("vllm", LORA, "adapter")],
+)
 async def test_a_policy_starts_from_a_checkpoints_weights_as_version_0_with_a_new_optimizer(
-    tiny_model_dir: Path, tmp_path: Path, lora: LoraConfig | None
+    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None, lora_serving: str
 ) -> None:
     async with serving(tiny_model_dir, tmp_path / "a", lora=lora) as server:
         for _ in range(2):
             await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
         saved, trained = await server.client.save("final"), await server.logprobs()
-    async with serving(tiny_model_dir, tmp_path / "b", lora=lora, create=False) as server:
+    started = serving(tiny_model_dir, tmp_path / "b", kind=kind, lora=lora, lora_serving=lora_serving, create=False)
+    async with started as server:
         spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": saved["path"]}
         with pytest.raises(InvalidRequestError, match="start checkpoint cannot be named here"):
             await server.client.command("create", spec)
