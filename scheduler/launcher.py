@@ -25,6 +25,8 @@ class ServerSpec:
     checkpoint_root: str
     log_path: str
     """The file that the server's processes append their output to."""
+    start_from: str = ""
+    """The folder of the checkpoint whose weights the policy starts from."""
 
 
 @dataclass(frozen=True)

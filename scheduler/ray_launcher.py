@@ -144,7 +144,7 @@ class RayLauncher:
                     # Ray would give a process without a CPU demand one thread; these are the slot's share of the cores.
                     runtime_env={"env_vars": {**marker, "OMP_NUM_THREADS": str(threads_for(node, demand))}},
                 )
-                .remote(spec.config, spec.lora, spec.checkpoint_root, spec.job_id, spec.log_path)
+                .remote(spec.config, spec.lora, spec.checkpoint_root, spec.job_id, spec.log_path, **self._storage())
             )
         if parts.front is None:
             parts.front = (
@@ -158,6 +158,11 @@ class RayLauncher:
                 )
                 .remote(parts.worker, {spec.policy_id: spec.token}, self._settings.server_host, spec.job_id, spec.log_path)
             )
+
+    def _storage(self) -> dict[str, Any]:
+        """What a worker is told of the storage, if there is one."""
+        url = self._settings.remote_storage
+        return {"storage": {"url": url, "root": str(self._settings.runs_dir)}} if url else {}
 
     async def _start(self, spec: ServerSpec, parts: _Parts) -> Launched:
         """Every step of it finds out that it was done before, so that it goes on where an earlier start was cut off."""
@@ -181,7 +186,7 @@ class RayLauncher:
         except* RayError as errors:
             raise errors.exceptions[0] from errors
         await parts.front.attach.remote(worker.result())
-        policy = {"lora": spec.lora, "seed": spec.seed, "checkpoint": None}
+        policy = {"lora": spec.lora, "seed": spec.seed, "checkpoint": spec.start_from or None}
         await parts.front.create_policy.remote(spec.policy_id, policy, self._settings.start_timeout_s)
         return Launched(front.result(), parts.pids["worker"], parts.pids["front"])
 

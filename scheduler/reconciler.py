@@ -10,11 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from opentinker.checkpoints import parse_ref
 from opentinker.config.job import KINDS, parse_job
 from opentinker.errors import ConfigError, OpenTinkerError
+from opentinker.scheduler.checkpoint_views import start_folder
 from opentinker.scheduler.driver import SERVER_LOG_NAME
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
 from opentinker.scheduler.metrics import SchedulerMetrics
+from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.placement import Allocation, Demand, server_config
 from opentinker.scheduler.plan import (
     LEASE_EXPIRED,
@@ -36,6 +39,7 @@ from opentinker.scheduler.records import RESTARTING, Event, Job, Policy, Server
 from opentinker.scheduler.settings import Quota, Settings
 from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
 from opentinker.scheduler.store import JobStore
+from opentinker.storage import FOLLOW_S, Mirror, Storage, open_storage
 
 logger = logging.getLogger(__name__)
 RESTARTED = "scheduler_restarted"
@@ -48,6 +52,8 @@ LAST_CHECKPOINT = "stopped"
 MAX_TEXT = 2000
 _HOLDING = frozenset({JobState.STARTING, JobState.RUNNING})
 """Jobs in these states have a server, or make one."""
+COPY_TRIES = 100
+"""How often it is tried to copy an ended job's last lines to the storage."""
 _ECHOES = frozenset({"server_lost", "unavailable", "deadline_exceeded"})
 """Codes of driver errors that a server's death may have caused."""
 
@@ -69,6 +75,8 @@ class Reconciler:
         self._settings = settings
         self._token_of = token_of
         self._now = now
+        self._models = ModelRegistry(settings)
+        self._storage = open_storage(settings.remote_storage, settings.runs_dir)
         self._queue = QueueView(store, settings, now())
         self._steady = steady
         self._leases: dict[str, float] = {}
@@ -305,12 +313,17 @@ class Reconciler:
             token=self._token_of(policy.id),
             node_id=server.node_id,
             demand=demand,
-            config=server_config(config.server(), demand).model_dump(mode="json"),
+            config=server_config(config.server(), demand).model_dump(mode="json")
+            | {"base_model": self._models.location(config.base_model)},
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.policy_seed,
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),
             log_path=str(Path(job.run_dir) / SERVER_LOG_NAME),
+            start_from=self._start_folder(config.start_from),
         )
+
+    def _start_folder(self, start_from: str) -> str:
+        return start_folder(start_from, self._store.job(parse_ref(start_from).job)) if start_from else ""
 
     async def _serve(self, server: Server, policy: Policy, job: Job) -> None:
         """Launch a server, or go on launching it, then watch it until it dies or is stopped."""
@@ -408,7 +421,19 @@ class Reconciler:
         self._faults.pop(server_id, None)
         self._idle.pop(server_id, None)
         self._left.pop(server_id, None)
+        for run_dir in (Path(self._job(job_id).run_dir) for job_id in job_ids):
+            if self._storage is not None and self._storage.covers(run_dir):
+                self._spawn(f"copy:{run_dir}", partial(self._copy_rest, self._storage, run_dir))
         self.wake()
+
+    async def _copy_rest(self, storage: Storage, run_dir: Path) -> None:
+        """What the files of an ended job, if they are here, have grown by since its server copied them last."""
+        mirror = Mirror(storage, run_dir)
+        for _ in range(COPY_TRIES):
+            if await asyncio.to_thread(mirror.sync):
+                return
+            await asyncio.sleep(FOLLOW_S)
+        logger.error("event=not_copied run_dir=%s", run_dir)
 
     def _fault(self, server_id: str, cause: str) -> None:
         self._faults[server_id] = cause

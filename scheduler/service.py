@@ -7,10 +7,12 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from opentinker.checkpoints import parse_ref
 from opentinker.config.job import KINDS, parse_job
 from opentinker.errors import (
     ConfigError,
@@ -23,11 +25,13 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.scheduler.auth import new_api_key, policy_token, unauthenticated
+from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job, resolve_start, start_source
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
+from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
 from opentinker.scheduler.quotas import check_quota
 from opentinker.scheduler.reconciler import Reconciler
@@ -39,6 +43,7 @@ from opentinker.scheduler.states import JobState
 from opentinker.scheduler.store import JobStore
 from opentinker.scheduler.uploads import decode_zip, unpack
 from opentinker.scheduler.users import EVERYONE, Caller, UserDirectory
+from opentinker.storage import Storage, open_storage
 
 MAX_CONFIG_BYTES = 256 * 2**10
 MAX_WAIT_S = 60.0
@@ -46,6 +51,8 @@ RELEASE_WAIT_S = 15.0
 """How long `cancel` and `complete` wait for the job's processes to be gone before they answer."""
 SHUTDOWN_S = 30.0
 GPU_USE_FRESH_S = 1.0
+STORAGE_S = 60.0
+"""How long a submit may wait for the storage."""
 NAME_LENGTH = 200
 """What the store has room for."""
 
@@ -68,6 +75,8 @@ class SchedulerService:
         self._launcher = launcher
         self._secret = secret
         self._now = now
+        self._models = ModelRegistry(settings)
+        self._storage = open_storage(settings.remote_storage, settings.runs_dir)
         self._submitting = asyncio.Lock()
         self._closing = False
         self._reconciler = Reconciler(store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady)
@@ -97,12 +106,19 @@ class SchedulerService:
         return self.users.authenticate(key, address)
 
     async def submit(
-        self, owner: str, config: dict[str, Any], idempotency_key: str | None = None, code: dict[str, str] | None = None
+        self,
+        owner: str,
+        config: dict[str, Any],
+        idempotency_key: str | None = None,
+        code: dict[str, str] | None = None,
+        may_name: str | None = None,
     ) -> dict[str, Any]:
         """Accept a job; `code` is {"zip": base64, "sha256": hex}. A repeat with the same key gets the first one's job.
+        `may_name` is whose jobs `start_from` may name: the owner's by default, `EVERYONE` everybody's.
 
         Raises:
             ConfigError: the config is wrong, or the job could never run here.
+            NotFoundError: there is no such job as `start_from` names for this caller.
             TooLargeError: the config is larger than `MAX_CONFIG_BYTES`.
             StorageError: the store's disk is full; nothing was accepted.
             UnknownModelError: the cluster does not know the base model.
@@ -118,12 +134,21 @@ class SchedulerService:
                 earlier = self._store.job_by_key(owner, idempotency_key)
                 if earlier is not None:
                     return self._view(_same(earlier, resolved, code))
-            await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
-            demand = demand_of(parsed.resources, await self._launcher.nodes())
+            await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
+            if parsed.start_from:
+                ref = parse_ref(parsed.start_from)
+                source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
+                # What the name means now is what it means for good, however often the server starts.
+                async with _storage_answers():
+                    resolved["start_from"] = str(await asyncio.to_thread(resolve_start, ref, source, parsed, self._storage))
+            nodes = await self._launcher.nodes()
+            demand = demand_of(parsed.resources, nodes)
+            await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use(nodes))
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
-            run_dir = self._settings.runs_dir / job_id
-            await asyncio.to_thread(_prepare, run_dir, code)
+            run_dir = self._settings.run_root / owner / job_id
+            async with _storage_answers():
+                await asyncio.to_thread(_prepare, run_dir, code, self._storage)
             if self._closing:
                 raise ConflictError("the cluster is being stopped")
             now = self._now()
@@ -231,17 +256,26 @@ class SchedulerService:
     async def logs(self, owner: str, job_id: str, offset: int = 0, source: LogSource | None = None) -> dict[str, Any]:
         """{"text", "offset", "finished"}: a log of the job from a byte offset on; by default what `log_path` finds."""
         job = self._owned(owner, job_id)
-        path = log_path(Path(job.run_dir), source, has_driver=_driven(job), ended=job.state.ended)
-        data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job))
+        run_dir, ended, storage = Path(job.run_dir), job.state.ended, self._storage
+        path = await asyncio.to_thread(log_path, run_dir, source, has_driver=_driven(job), ended=ended, storage=storage)
+        data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job), storage=storage)
         return {"text": data.decode(errors="replace"), "offset": offset, "finished": at_end and self._quiet(job)}
 
     async def metrics(self, owner: str, job_id: str, after: int = 0) -> dict[str, Any]:
         """{"rows", "next", "finished"}: rows of metrics.jsonl from a byte offset on."""
         job = self._owned(owner, job_id)
         data, offset, at_end = await asyncio.to_thread(
-            read_lines, Path(job.run_dir) / "metrics.jsonl", after, complete=self._quiet(job)
+            read_lines, Path(job.run_dir) / "metrics.jsonl", after, complete=self._quiet(job), storage=self._storage
         )
         return {"rows": parse_rows(data), "next": offset, "finished": at_end and self._quiet(job)}
+
+    async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]:
+        """The job's whole checkpoints, newest first; see `checkpoint_views`."""
+        return await asyncio.to_thread(checkpoint_views, self._owned(owner, job_id), self._storage)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models that jobs can name, by name; see `ModelRegistry.listing`."""
+        return await asyncio.to_thread(self._models.listing)
 
     async def cluster(self, owner: str) -> dict[str, Any]:
         """See `cluster_view`. Of others' jobs only administrators see more than the owner and the amounts."""
@@ -337,7 +371,7 @@ class SchedulerService:
     def _owned(self, owner: str, job_id: str) -> Job:
         job = self._store.job(job_id)
         if job is None or owner not in (job.owner, EVERYONE):
-            raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
+            raise no_job(job_id)
         return job
 
     def _quiet(self, job: Job) -> bool:
@@ -387,6 +421,16 @@ def _driven(job: Job) -> bool:
     return KINDS[job.kind].driven
 
 
+@asynccontextmanager
+async def _storage_answers() -> AsyncIterator[None]:
+    """Raises: UnavailableError when it takes too long; others wait for this submit."""
+    try:
+        async with asyncio.timeout(STORAGE_S):
+            yield
+    except TimeoutError as error:
+        raise UnavailableError(f"the storage did not answer within {STORAGE_S:g} s; nothing was accepted") from error
+
+
 def _check_size(config: dict[str, Any]) -> None:
     try:
         size = len(json.dumps(config, ensure_ascii=False).encode())
@@ -415,12 +459,15 @@ def _server_view(server: Server, policy: Policy) -> dict[str, Any]:
 
 def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:
     """Raises: ConflictError when a repeated idempotency key comes with another job."""
+    given, meant = config.get("start_from"), earlier.config.get("start_from")
+    if given and meant and parse_ref(given).may_mean(parse_ref(meant)):
+        config = {**config, "start_from": meant}
     if (earlier.config, earlier.code_sha256) != (config, code["sha256"].lower() if code else None):
         raise ConflictError("this idempotency key was used for another job", hint="use a new key for each job")
     return earlier
 
 
-def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:
+def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None) -> None:
     """Make the job's folder, with its code in it. Nothing is left of it when the code is refused."""
     content = decode_zip(code["zip"], code["sha256"]) if code else None
     try:
@@ -430,6 +477,8 @@ def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:
     if content is not None:
         try:
             unpack(content, run_dir / "code")
+            if storage is not None:  # for a driver on another node
+                storage.put_folder(run_dir / "code")
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise

@@ -9,6 +9,7 @@ from opentinker.client.messages import FloatArray, IntArray
 from opentinker.errors import ConflictError, DeadlineError, NotFoundError, OpenTinkerError, VersionNotServedError
 from opentinker.server.engine.base import RolloutEngine
 from opentinker.server.trainer.base import Trainer
+from opentinker.storage import Storage
 
 DRAIN_S = 900.0
 """An engine with running requests of which none ends for this long counts as stuck; no single answer takes as long."""
@@ -26,6 +27,8 @@ class Parts:
     canaries: tuple[IntArray, ...] = ()
     """Fixed prompts on which engine and trainer are compared."""
     drift_limit: float = 0.0
+    storage: Storage | None = None
+    """Where checkpoints are copied, and those come from that this node has not."""
     adapter_serving: bool = False
     """Publish a LoRA policy as an adapter; otherwise merged into the base weights."""
 

@@ -73,9 +73,12 @@ class Client:
         scheduling: Scheduling | None = None,
         name: str = "",
         seed: int = 0,
+        start_from: str = "",
         start_timeout_s: float = 1800.0,
     ) -> "Job":
         """Submit an interactive job and wait until its server is up. Time in the cluster's queue counts.
+
+        `start_from` is the address of a checkpoint whose weights the policy starts from, such as `job-46b60ae170/guess-v1`.
 
         Raises:
             UnknownModelError: the cluster does not know the model.
@@ -91,6 +94,7 @@ class Client:
             scheduling=scheduling or Scheduling(),
             name=name,
             seed=seed,
+            start_from=start_from,
         )
         return self._open(config, start_timeout_s)
 
@@ -219,11 +223,11 @@ class Job:
             return self._sync.run(connected())
 
     def save(self, name: str) -> dict[str, Any]:
-        """Checkpoint the policy under `name` on the cluster: {"path", "manifest"}."""
+        """Checkpoint the policy under `name` on the cluster: {"path", "name", "version", "manifest"}."""
         return self.run(lambda policy: policy.save(name))
 
     def load(self, name: str) -> dict[str, Any]:
-        """Restore weights and optimizer from this job's checkpoint `name`: {"version"}."""
+        """Restore weights and optimizer from this job's checkpoint `name`, the newest or as `name@version`: {"version"}."""
         return self.run(lambda policy: policy.load(name))
 
     def complete(self) -> None:

@@ -311,6 +311,7 @@ class PolicySpec(WireModel):
     """The fields of `LoraConfig`."""
     seed: int = 0
     checkpoint: str | None = None
+    """The folder of the checkpoint whose weights it starts from. Only the scheduler may name one."""
 
 
 def validate(model: type[M], body: Any) -> M:

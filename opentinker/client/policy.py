@@ -137,11 +137,11 @@ class PolicyClient:
         return await self.command("publish", {"mode": mode})
 
     async def save(self, name: str) -> dict[str, Any]:
-        """Write a checkpoint: path, manifest."""
+        """Write a checkpoint: path, name, version, manifest."""
         return await self.command("save", {"name": name})
 
     async def load(self, name: str) -> dict[str, Any]:
-        """Restore and publish a checkpoint: version and the rest of a publish."""
+        """Restore and publish a checkpoint, the newest of `name` or `name@version`: version and the rest of a publish."""
         return await self.command("load", {"name": name})
 
     async def command(self, command: str, args: dict[str, Any], *, deadline_s: float = COMMAND_DEADLINE_S) -> dict[str, Any]:

@@ -108,6 +108,16 @@ class SchedulerClient:
         """{"rows", "next", "finished"}; `after` is an earlier answer's `next`."""
         return self._call("GET", f"{_path(job_id)}/metrics", params={"after": after})
 
+    def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
+        """The job's whole checkpoints, newest first; `ref` is what `start_from` takes."""
+        found: list[dict[str, Any]] = self._call("GET", f"{_path(job_id)}/checkpoints")["checkpoints"]
+        return found
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models that a job's `base_model` can name."""
+        found: list[dict[str, Any]] = self._call("GET", "/v1/models")["models"]
+        return found
+
     def cluster(self) -> dict[str, Any]:
         return self._call("GET", "/v1/cluster")
 

@@ -259,6 +259,9 @@ class JobConfig(Config):
     """A known model name (`smollm2-135m`), or a directory with a Hugging Face model on the cluster."""
     lora: LoraConfig | None = None
     """An adapter to train; None trains the full parameters."""
+    start_from: str = ""
+    """A checkpoint whose weights the policy starts from, as `user/job/name@version`; `user/` and `@version` may be left out.
+    Its base model and adapter have to be this job's; the optimizer starts anew."""
     engine: EngineConfig = EngineConfig()
     resources: Resources = Resources()
     scheduling: Scheduling = Scheduling()

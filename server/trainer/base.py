@@ -1,6 +1,6 @@
 """The seam between a server and its trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,13 +82,13 @@ class Trainer(Protocol):
 
     def is_lora(self, policy: str) -> bool: ...
 
-    def save(self, policy: str, folder: Path) -> dict[str, Any]:
-        """Write weights (safetensors; PEFT format for an adapter), optimizer state and step into an empty folder; the
-        manifest of what was written."""
+    def save(self, policy: str, folder: Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write weights (safetensors; PEFT format for an adapter), optimizer state and step into an empty folder, with what
+        `about` says of the checkpoint (name, version, ...); the manifest of what was written."""
         ...
 
-    def load(self, policy: str, folder: Path) -> None:
-        """Restore what `save` wrote.
+    def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
+        """Restore what `save` wrote; with `weights_only`, start from its weights with a new optimizer.
 
         Raises:
             CheckpointError: a part is missing, corrupt, or of another architecture.

@@ -1,7 +1,7 @@
 """The PyTorch trainer: policies on one model, and the commands that a server gives them."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class TorchTrainer:
         return PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device)
 
     def create_policy(self, policy: str, spec: PolicySpec) -> None:
-        """Add a policy at its initial weights; `spec.checkpoint` is a name that only the server can resolve, for `load`.
+        """Add a policy at its initial weights; `spec.checkpoint` is for `load`.
 
         Raises:
             ConflictError: the name is taken, or a full-parameter policy would share the model.
@@ -160,7 +160,7 @@ class TorchTrainer:
             raise ConflictError(f"policy {policy} trains the full parameters and has no adapter")
         return lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
 
-    def save(self, policy: str, folder: Path) -> dict[str, Any]:
+    def save(self, policy: str, folder: Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """See `Trainer`. Gradients that no `optim_step` has used yet are not part of a checkpoint.
 
         Raises:
@@ -181,15 +181,20 @@ class TorchTrainer:
         else:
             lora.save_peft(folder, self.adapter(policy), str(self._model_dir))
         checkpoint.write_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
-        return checkpoint.seal(folder, {**self._identity(state), "step": state.optimizer.step_count})
+        return checkpoint.seal(folder, {**(about or {}), **self._identity(state), "step": state.optimizer.step_count})
 
-    def load(self, policy: str, folder: Path) -> None:
+    def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`. Accumulated gradients are dropped."""
         state = self._get(policy)
         found = checkpoint.open_checkpoint(folder)
         for key, mine in self._identity(state).items():
             if found.get(key) != mine:
                 raise CheckpointError(f"the checkpoint {folder} does not fit: its {key} is {found.get(key)}, not {mine}")
+        if weights_only:
+            state.optimizer.start_from(
+                checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.weights(), part=True)
+            )
+            return
         tensors = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
         state.optimizer.load_state(tensors, int(found["step"]))
 

@@ -27,8 +27,8 @@ async def test_it_samples_from_a_checkpoint_as_the_engine_that_it_was_saved_besi
         untrained = await trained.engine_logprobs()
         await train(trained)
         expected = await trained.engine_logprobs()
-        await trained.client.save("mine")
-    async with serving(tiny_model_dir, tmp_path, kind=kind, trains=False, checkpoint="mine") as server:
+        saved = await trained.client.save("mine")
+    async with serving(tiny_model_dir, tmp_path, kind=kind, trains=False, checkpoint=saved["path"]) as server:
         found = await server.engine_logprobs()
         np.testing.assert_allclose(found, expected, atol=1e-4)
         assert np.abs(found - untrained).max() > 0.1
@@ -54,5 +54,5 @@ async def test_everything_but_sampling_is_refused(tiny_model_dir: Path, tmp_path
 
 async def test_a_checkpoint_that_is_not_there_is_named(tiny_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
-        async with serving(tiny_model_dir, tmp_path, trains=False, checkpoint="nowhere"):
+        async with serving(tiny_model_dir, tmp_path, trains=False, checkpoint=str(tmp_path / "nowhere")):
             raise AssertionError

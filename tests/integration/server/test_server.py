@@ -1,6 +1,7 @@
 """The whole job server on a tiny model: client, HTTP front, worker, a real engine and a real trainer."""
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,10 +14,12 @@ import httpx
 import numpy as np
 import pytest
 
+from opentinker.checkpoints import checkpoints
 from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, SamplingParams, TokenChunk
 from opentinker.client.policy import PolicyClient
 from opentinker.config.job import EngineConfig, LoraConfig, ServerConfig, TrainerConfig
 from opentinker.errors import (
+    CheckpointError,
     ConflictError,
     DeadlineError,
     EngineError,
@@ -26,6 +29,7 @@ from opentinker.errors import (
     TrainerError,
     VersionNotServedError,
     WeightSyncError,
+    from_problem,
 )
 from opentinker.server import state
 from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
@@ -33,9 +37,10 @@ from opentinker.server.execute import _COMMANDS
 from opentinker.server.front import create_app
 from opentinker.server.listener import Listener
 from opentinker.server.loading import load_parts, server_info
-from opentinker.server.protocol import COMMANDS
+from opentinker.server.protocol import COMMANDS, CommandWork
 from opentinker.server.state import Parts
 from opentinker.server.worker import InProcessWorker, Worker
+from opentinker.storage import Storage
 
 PROMPT = [5, 6, 7, 8]
 REWARDED = [11, 12, 13, 14]
@@ -80,7 +85,7 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
 @asynccontextmanager
 async def serving(
     model_dir: Path,
-    checkpoints: Path,
+    root: Path,
     *,
     kind: str = "transformers",
     lora: LoraConfig | None = None,
@@ -98,16 +103,19 @@ async def serving(
         dtype="float32",
         trainer=TrainerConfig(dtype="float32") if trains else None,
     )
-    worker = Worker(lambda: change(load_parts(model_dir, config, lora, checkpoints)))
+    worker = Worker(lambda: change(load_parts(model_dir, config, lora, root)))
     parts = await asyncio.to_thread(worker.start, START_S)
-    listener = Listener(
-        create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts)), "127.0.0.1"
-    )
+    app = create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts))
+    listener = Listener(app, "127.0.0.1")
     endpoint = await listener.start()
     client = PolicyClient(endpoint, "secret", "p")
     try:
         if create:
-            await client.command("create", {"lora": None if lora is None else lora.model_dump(), "checkpoint": checkpoint})
+            spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": checkpoint}
+            created = app.state.front.dispatcher.command("p", 0, b"", "create", spec)  # as the scheduler does
+            await created.wait(START_S)
+            if created.problem is not None:
+                raise from_problem(created.problem)
         yield Server(client, worker, parts, endpoint)
     finally:
         await client.close()
@@ -355,14 +363,75 @@ async def test_publish_drains_or_aborts_and_resubmits(server: Server) -> None:
 async def test_save_and_load_restore_the_policy_and_publish_it(server: Server) -> None:
     client = server.client
     saved = await client.save("first")
-    assert saved["path"].endswith("/first")
+    assert saved["path"].endswith("/first@0")
+    assert (saved["name"], saved["version"]) == ("first", 0)
     assert saved["manifest"]["files"]
     before = await server.logprobs()
     await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
     assert not np.array_equal(await server.logprobs(), before)
-    assert (await client.load("first"))["version"] == 2
+    trained = await server.logprobs()
+    assert (await client.save("first"))["version"] == 1
+    assert (await client.load("first@0"))["version"] == 2
     np.testing.assert_array_equal(await server.logprobs(), before)
     np.testing.assert_allclose(await server.engine_logprobs(), before, atol=0.01)
+    await client.load("first")  # the one saved last
+    np.testing.assert_array_equal(await server.logprobs(), trained)
+    with pytest.raises(CheckpointError, match="no checkpoint 'first@7'") as error:
+        await client.load("first@7")
+    assert "first@1, first@0" in error.value.hint
+
+
+async def test_a_save_is_copied_to_the_storage_and_loaded_from_there_when_this_node_has_it_not(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    remote, root = tmp_path / "remote", tmp_path / "runs"
+    storage = Storage(f"file://{remote}", root)
+
+    def stored(parts: Parts) -> Parts:
+        return replace(parts, storage=storage)
+
+    async with serving(tiny_model_dir, root / "ann/job-1/checkpoints", change=stored) as server:
+        saved, before = await server.client.save("first"), await server.logprobs()
+        assert [c.name for c in storage.checkpoints(root / "ann/job-1/checkpoints")] == ["first"]
+        await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        shutil.rmtree(saved["path"])
+        await server.client.load("first")
+        np.testing.assert_array_equal(await server.logprobs(), before)
+        shutil.rmtree(remote)
+        remote.touch()  # the storage is away
+        with pytest.raises(CheckpointError, match="is whole on this node, but was not copied") as error:
+            await server.client.save("second")
+        assert "save it again" in error.value.hint
+        await server.client.load("second")
+        remote.unlink()
+        await server.client.save("second")
+        assert [c.name for c in storage.checkpoints(root / "ann/job-1/checkpoints")] == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "lora_serving"),
+    [("transformers", None, "merge"), ("transformers", LORA, "merge"), ("vllm", LORA, "adapter")],
+)
+async def test_a_policy_starts_from_a_checkpoints_weights_as_version_0_with_a_new_optimizer(
+    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None, lora_serving: str
+) -> None:
+    async with serving(tiny_model_dir, tmp_path / "a", lora=lora) as server:
+        for _ in range(2):
+            await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        saved, trained = await server.client.save("final"), await server.logprobs()
+    started = serving(tiny_model_dir, tmp_path / "b", kind=kind, lora=lora, lora_serving=lora_serving, create=False)
+    async with started as server:
+        spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": saved["path"]}
+        with pytest.raises(InvalidRequestError, match="start checkpoint cannot be named here"):
+            await server.client.command("create", spec)
+        server.worker.submit([CommandWork("p:c:create", "p", "create", spec)])  # as the scheduler does
+        await asyncio.to_thread(wait_until, lambda: server.worker._state.policies)
+        assert server.worker._state.policies["p"].version == 0
+        np.testing.assert_array_equal(await server.logprobs(), trained)
+        np.testing.assert_allclose(await server.engine_logprobs(), trained, atol=0.01)
+        await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        assert (await server.client.save("first"))["version"] == 1
+        assert [c.step for c in checkpoints(tmp_path / "b")] == [1]
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 101, 7])
