@@ -3,12 +3,15 @@
 import logging
 import os
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from opentinker.errors import OpenTinkerError
 from opentinker.logfile import write_to
+from opentinker.redaction import Redactor, redact_output
 from opentinker.scheduler.imports import load
+from opentinker.scheduler.packages import INSTALL_LOG_NAME
 from opentinker.scheduler.processes import forget_secrets
 
 LOG_NAME = "driver.log"
@@ -24,38 +27,67 @@ class DriverProcess:
 
     def __init__(self, job_id: str, run_dir: str) -> None:
         self._outcome: dict[str, str] | None = None
+        self._log = Path(run_dir) / LOG_NAME
+        self._redactor = Redactor({})
         forget_secrets()
-        write_to(Path(run_dir) / LOG_NAME, job=job_id)
+        begin_log(Path(run_dir))
+        write_to(self._log, job=job_id)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, of which a step has hundreds
 
     def describe(self) -> dict[str, Any]:
         return {"pid": os.getpid()}
 
     def run(
-        self, function: str, config: dict[str, Any], endpoint: str, token: str, policy: str, run_dir: str, code_dir: str | None
+        self,
+        function: str,
+        config: dict[str, Any],
+        endpoint: str,
+        token: str,
+        policy: str,
+        run_dir: str,
+        code_dir: str | None,
+        secrets: dict[str, tuple[str, str]] | None = None,
     ) -> dict[str, str]:
-        """Run the driver; blocks. A second call, which Ray lets begin after the first, only returns what that one did.
+        """Run the driver; blocks. `secrets` are those of `DriverSpec`.
+
+        A second call, which Ray lets begin after the first, only returns what that one did.
 
         Returns:
             {"cause", "code"}: both empty when it succeeded. Errors do not travel as exceptions, because those of user code
             may not unpickle elsewhere; the traceback is in the log.
         """
         if self._outcome is None:
+            if secrets:
+                self._reveal(secrets)
             self._outcome = self._run(
                 function, config, endpoint=endpoint, token=token, policy=policy, run_dir=run_dir, code_dir=code_dir
             )
         return self._outcome
+
+    def _reveal(self, secrets: dict[str, tuple[str, str]]) -> None:
+        """Put secrets into the environment, where the user's code looks for them, and keep them out of the log."""
+        values = dict(secrets.values())
+        self._redactor = Redactor(values)
+        redact_output(self._log, values)
+        os.environ.update({variable: value for variable, (_, value) in secrets.items()})
 
     def _run(self, function: str, config: dict[str, Any], **arguments: str | None) -> dict[str, str]:
         try:
             load(function)(config, **arguments)
         except OpenTinkerError as error:
             traceback.print_exc()
-            return {"cause": _one_line(str(error)), "code": error.code}
+            return {"cause": _one_line(self._redactor.text(str(error))), "code": error.code}
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            return {"cause": _one_line(f"the driver failed: {type(error).__name__}: {error}"), "code": ""}
+            text = self._redactor.text(f"the driver failed: {type(error).__name__}: {error}")
+            return {"cause": _one_line(text), "code": ""}
         return {"cause": "", "code": ""}
+
+
+def begin_log(run_dir: Path) -> None:
+    """Let the driver's log begin with what was printed when its packages were installed, if any were."""
+    with suppress(FileNotFoundError):
+        (run_dir / INSTALL_LOG_NAME).rename(run_dir / LOG_NAME)
 
 
 def _one_line(text: str) -> str:

@@ -48,6 +48,8 @@ class DriverSpec:
     token: str = field(repr=False)
     run_dir: str
     code_dir: str | None
+    secrets: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)
+    """{environment variable: (secret's name, its value)}. The driver alone gets them, with the call that starts it."""
 
 
 class Launcher(Protocol):

@@ -48,8 +48,8 @@ _NOT_PASSED_ON = frozenset(
 )
 _NOT_PASSED_BACK = (_NOT_PASSED_ON - {b"authorization"}) | {b"date", b"server"}
 
-Resolve = Callable[[str, str | None, str | None], Awaitable[dict[str, str]]]
-"""(job id, owner, policy token) -> {"endpoint", "token"}; raises what the client is told."""
+Resolve = Callable[[str, str | None, str | None, str], Awaitable[dict[str, str]]]
+"""(job id, owner, policy token, the client's address) -> {"endpoint", "token"}; raises what the client is told."""
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -78,7 +78,8 @@ class Proxy:
             DeadlineError: the server is silent for longer than the request's `wait_s` and 30 s.
             ServerLostError, JobFailedError: the job has ended.
         """
-        target = await self._target(job_id, owner, token)
+        address = request.client.host if request.client else ""
+        target = await self._target(job_id, owner, token, address)
         client = self._connections.take(target["endpoint"])
         body = _Body(request)
         answer: httpx.Response | None = None
@@ -88,11 +89,11 @@ class Proxy:
                 return Response(status_code=499)
             return _Relayed(answer, body, lambda: self._connections.give(target["endpoint"], client))
         except httpx.TimeoutException as error:
-            await self._resolve(job_id, owner, token)
+            await self._resolve(job_id, owner, token, address)
             raise DeadlineError(f"the server of job {job_id} did not answer in time") from error
         except httpx.TransportError as error:
             # The scheduler may know by now why: then that is what the client hears.
-            await self._resolve(job_id, owner, token)
+            await self._resolve(job_id, owner, token, address)
             raise UnavailableError(
                 f"the server of job {job_id} does not answer: {type(error).__name__}", hint="try again in a few seconds"
             ) from error
@@ -100,13 +101,13 @@ class Proxy:
             if answer is None:
                 await client.aclose()
 
-    async def _target(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
+    async def _target(self, job_id: str, owner: str | None, token: str | None, address: str) -> dict[str, str]:
         """What the scheduler said within the last second, or says now: a step of a job is hundreds of requests. A server that
         has ended meanwhile refuses the connection, and its successor at that address the token."""
         now, asked = time.monotonic(), (job_id, owner, token)
         until, target = self._known.get(asked, (-math.inf, {}))
         if now >= until:
-            target = await self._resolve(job_id, owner, token)
+            target = await self._resolve(job_id, owner, token, address)
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             self._known[asked] = (now + KNOWN_S, target)

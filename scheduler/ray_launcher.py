@@ -12,14 +12,16 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from opentinker.config.job import parse_job
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
-from opentinker.scheduler.driver import LOG_NAME, DriverProcess
+from opentinker.scheduler.driver import LOG_NAME, DriverProcess, begin_log
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
+from opentinker.scheduler.packages import PackageInstaller, clean_up, requirements_of
 from opentinker.scheduler.placement import Demand, Node, parse_groups, threads_for
 from opentinker.scheduler.plan import DriverOutcome
-from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD, reap
+from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD
 from opentinker.scheduler.settings import Settings
 
 NAMESPACE = "opentinker"
@@ -245,6 +247,9 @@ class RayLauncher:
         if actor is None and came_up:
             return DriverOutcome(f"the driver process died while the scheduler was down; see {LOG_NAME}")
         if actor is None:
+            python, cause = await self._install(spec)
+            if cause:
+                return DriverOutcome(f"{cause}; see {LOG_NAME}")
             actor = (
                 ray.remote(DriverProcess)
                 .options(
@@ -253,7 +258,7 @@ class RayLauncher:
                     max_restarts=0,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
                     # Empty from the very start: the environment that a process was born with stays readable in /proc.
-                    runtime_env={"env_vars": {JOB_VARIABLE: spec.job_id, **dict.fromkeys(WITHHELD, "")}},
+                    runtime_env={**_driver_env(spec.job_id), **({"py_executable": python} if python else {})},
                 )
                 .remote(spec.job_id, spec.run_dir)
             )
@@ -262,7 +267,7 @@ class RayLauncher:
             # A driver at work answers neither of these before it is done, and then at once.
             driver.pid = int((await actor.describe.remote())["pid"])
             driver.arrived = True
-            where = (spec.endpoint, spec.token, spec.policy_id, spec.run_dir, spec.code_dir)
+            where = (spec.endpoint, spec.token, spec.policy_id, spec.run_dir, spec.code_dir, spec.secrets)
             while True:
                 try:
                     outcome = await actor.run.remote(functions[spec.kind], spec.config, *where)
@@ -276,12 +281,55 @@ class RayLauncher:
             return DriverOutcome(f"the driver did not start: {_other_side(error)}")
         return DriverOutcome(outcome["cause"], outcome["code"])
 
+    async def _install(self, spec: DriverSpec) -> tuple[str, str]:
+        """(interpreter with what the job requires, or "" for the cluster's own; why there is none), with the log in order."""
+        code_dir = None if spec.code_dir is None else Path(spec.code_dir)
+        requirements = requirements_of(parse_job(spec.config), code_dir)
+        if not requirements:
+            return "", ""
+        name = f"{spec.job_id}.installer"
+        actor = await asyncio.to_thread(_find_actor, name)
+        arrived = actor is not None
+        if actor is None:
+            actor = (
+                ray.remote(PackageInstaller)
+                .options(
+                    **_lasting(name),
+                    num_cpus=0,
+                    max_restarts=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
+                    runtime_env=_driver_env(spec.job_id),
+                )
+                .remote(spec.job_id, spec.run_dir)
+            )
+        installer = self._drivers[spec.job_id] = _Driver(actor, arrived)
+        timeout_s = self._settings.install_timeout_s
+        try:
+            # One that is at work answers only when it is done, so this covers what an earlier life of the scheduler began.
+            async with asyncio.timeout(timeout_s + self._settings.arrival_timeout_s + self._settings.placement_timeout_s):
+                if not arrived:
+                    installer.pid = int((await actor.describe.remote())["pid"])
+                    installer.arrived = True
+                answer: dict[str, str] = await actor.install.remote(requirements, timeout_s)
+        except TimeoutError:
+            answer = {"python": "", "cause": f"the environment's requirements were not installed within {timeout_s:g} s"}
+        except RayActorError as error:
+            answer = {"python": "", "cause": _death("the installer's process", installer.pid, error)}
+        except RayTaskError as error:
+            answer = {"python": "", "cause": f"the environment's requirements were not installed: {_other_side(error)}"}
+        ray.kill(actor)
+        if answer["cause"]:
+            await asyncio.to_thread(begin_log, Path(spec.run_dir))
+        return answer["python"], answer["cause"]
+
     async def stop_driver(self, job_id: str) -> None:
         driver = self._drivers.pop(job_id, None)
         if driver is not None:
             await self._kill(driver.actor, on_its_way=not driver.arrived)
-        elif (actor := await asyncio.to_thread(_find_actor, f"{job_id}.driver")) is not None:
-            ray.kill(actor)
+            return
+        for which in ("driver", "installer"):
+            if (actor := await asyncio.to_thread(_find_actor, f"{job_id}.{which}")) is not None:
+                ray.kill(actor)
 
     async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
         parts = await self._known(server_id)
@@ -321,8 +369,8 @@ class RayLauncher:
         limits = (self._settings.kill_after_s, self._settings.exit_timeout_s)
         here = ray.get_runtime_context().get_node_id()
         if node_id == here or node_id not in {node.id for node in await self.nodes()}:
-            return await asyncio.to_thread(reap, job_id, *limits)
-        task = ray.remote(reap).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+            return await asyncio.to_thread(clean_up, job_id, *limits)
+        task = ray.remote(clean_up).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
         async with asyncio.timeout(sum(limits) + self._settings.placement_timeout_s):
             left: list[int] = await task.remote(job_id, *limits)
             return left
@@ -336,6 +384,11 @@ def _gpu_indexes(_: Any) -> list[int]:
 def _lasting(name: str) -> dict[str, Any]:
     """Actor options: found by its name, and not ended with the process that created it."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+def _driver_env(job_id: str) -> dict[str, Any]:
+    """Ray's runtime environment of a process that runs a user's code."""
+    return {"env_vars": {JOB_VARIABLE: job_id, **dict.fromkeys(WITHHELD, "")}}
 
 
 def _find_actor(name: str) -> Any:

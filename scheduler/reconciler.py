@@ -58,11 +58,13 @@ class Reconciler:
         token_of: Callable[[str], str],
         now: Callable[[], float],
         steady: Callable[[], float],
+        secrets_of: Callable[[Job], dict[str, tuple[str, str]]] = lambda job: {},
     ) -> None:
         self._store = store
         self._launcher = launcher
         self._settings = settings
         self._token_of = token_of
+        self._secrets_of = secrets_of
         self._now = now
         self._queue = QueueView(store, settings, now())
         self._steady = steady
@@ -316,7 +318,9 @@ class Reconciler:
             code_dir=str(Path(job.run_dir) / "code") if job.code_sha256 else None,
         )
         try:
-            outcome = await self._launcher.drive(spec)
+            outcome = await self._launcher.drive(replace(spec, secrets=self._secrets_of(job)))
+        except ConfigError as error:  # a secret that is gone meanwhile
+            outcome = DriverOutcome(str(error), error.code)
         except Exception as error:
             logger.exception("event=drive_failed job=%s", job.id)
             outcome = DriverOutcome(f"the driver did not start: {type(error).__name__}: {' '.join(str(error).split())}")

@@ -1,7 +1,6 @@
 """What users can ask of the scheduler. Every question about a job checks that it is theirs."""
 
 import asyncio
-import hmac
 import json
 import math
 import secrets
@@ -18,16 +17,18 @@ from opentinker.errors import (
     InvalidRequestError,
     JobFailedError,
     NotFoundError,
+    OpenTinkerError,
     ServerLostError,
     TooLargeError,
     UnavailableError,
 )
-from opentinker.scheduler.auth import new_api_key, policy_token, unauthenticated
+from opentinker.scheduler.auth import new_api_key, policy_token, without_details
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
+from opentinker.scheduler.packages import requirements_of
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
 from opentinker.scheduler.quotas import check_quota
 from opentinker.scheduler.reconciler import Reconciler
@@ -39,6 +40,7 @@ from opentinker.scheduler.states import JobState
 from opentinker.scheduler.store import JobStore
 from opentinker.scheduler.uploads import decode_zip, unpack
 from opentinker.scheduler.users import EVERYONE, Caller, UserDirectory
+from opentinker.scheduler.vault import Vault
 
 MAX_CONFIG_BYTES = 256 * 2**10
 MAX_WAIT_S = 60.0
@@ -70,7 +72,10 @@ class SchedulerService:
         self._now = now
         self._submitting = asyncio.Lock()
         self._closing = False
-        self._reconciler = Reconciler(store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady)
+        self.vault = Vault(store, secret, now)
+        self._reconciler = Reconciler(
+            store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady, self._secrets_of
+        )
         self.users = UserDirectory(store, secret, now, steady)
         self._reading_gpus = asyncio.Lock()
         self._gpu_use_read: dict[str, list[GpuUse]] = {}
@@ -91,6 +96,9 @@ class SchedulerService:
         finally:
             await self._reconciler.close()
             self._store.close()
+
+    async def ping(self) -> None:
+        """Answers as long as the event loop turns."""
 
     async def authenticate(self, key: str, address: str = "") -> Caller:
         """Who presents this key; see `UserDirectory.authenticate`."""
@@ -120,10 +128,11 @@ class SchedulerService:
                     return self._view(_same(earlier, resolved, code))
             await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
             demand = demand_of(parsed.resources, await self._launcher.nodes())
+            self.vault.check(owner, _secrets_named(parsed).values())
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.runs_dir / job_id
-            await asyncio.to_thread(_prepare, run_dir, code)
+            await asyncio.to_thread(_prepare, run_dir, code, parsed)
             if self._closing:
                 raise ConflictError("the cluster is being stopped")
             now = self._now()
@@ -255,22 +264,24 @@ class SchedulerService:
         held = [Allocation(s.node_id, Demand(s.gpus, s.cpu_slots)) for s, _ in self._store.open_servers()]
         return self._reconciler.metrics.exposition(self._store.counts(), nodes, free_on(nodes, held), use)
 
-    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
+    async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]:
         """{"endpoint", "token"} of a job's server, for the proxy. The caller shows that the job is theirs by being its owner or
         by its policy's token.
 
         Raises:
-            AuthenticationError: a token, and not this job's.
+            AuthenticationError, RateLimitedError: a token, and not this job's; it counts as a wrong key of its address.
             NotFoundError: no such job of this owner.
             UnavailableError: the server is not up yet.
             ServerLostError, JobFailedError: the job has ended.
         """
-        job = self._store.job(job_id)
-        policy = next(iter(self._store.policies(job_id)), None)
+        try:
+            job = self._store.job(job_id)
+            policy = next(iter(self._store.policies(job_id)), None)
+        except OpenTinkerError as error:
+            raise error if owner is not None else without_details(error) from error
         if owner is None:
             right = "" if policy is None else policy_token(self._secret, policy.id)
-            if not token or not hmac.compare_digest(token.encode("utf-8", "replace"), right.encode()):
-                raise unauthenticated()
+            self.users.check_token(token or "", right, address)
         elif job is None or job.owner != owner:
             raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
         assert job is not None
@@ -314,6 +325,10 @@ class SchedulerService:
                 self._gpu_use_read = await self._launcher.gpu_use()
                 self._gpu_use_until = time.monotonic() + GPU_USE_FRESH_S
             return self._gpu_use_read
+
+    def _secrets_of(self, job: Job) -> dict[str, tuple[str, str]]:
+        """What the job's driver is given. Raises: ConfigError, see `Vault.values`."""
+        return self.vault.values(job.owner, _secrets_named(parse_job(job.config)))
 
     def _owned(self, owner: str, job_id: str) -> Job:
         job = self._store.job(job_id)
@@ -391,6 +406,10 @@ def _default_name(config: JobConfig) -> str:
     return config.environment.name.rpartition(":")[2]
 
 
+def _secrets_named(config: JobConfig) -> dict[str, str]:
+    return {} if isinstance(config, InteractiveJobConfig) else config.environment.secrets
+
+
 def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:
     """Raises: ConflictError when a repeated idempotency key comes with another job."""
     if (earlier.config, earlier.code_sha256) != (config, code["sha256"].lower() if code else None):
@@ -398,8 +417,8 @@ def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> 
     return earlier
 
 
-def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:
-    """Make the job's folder, with its code in it. Nothing is left of it when the code is refused."""
+def _prepare(run_dir: Path, code: dict[str, str] | None, config: JobConfig) -> None:
+    """Make the job's folder, with its code in it. Nothing is left of it when the code is refused, or what it requires."""
     content = decode_zip(code["zip"], code["sha256"]) if code else None
     try:
         run_dir.mkdir(parents=True)
@@ -408,6 +427,7 @@ def _prepare(run_dir: Path, code: dict[str, str] | None) -> None:
     if content is not None:
         try:
             unpack(content, run_dir / "code")
+            requirements_of(config, run_dir / "code")
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise

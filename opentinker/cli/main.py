@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from opentinker.cli import cancel, demo, describe, down, events, logs, ps, submit, top, train, up, users, wait
+from opentinker.cli import cancel, demo, describe, down, events, logs, ps, secrets, submit, top, train, up, users, wait
 from opentinker.cli.common import print_error
 from opentinker.errors import ConfigError, OpenTinkerError
 
@@ -44,6 +44,7 @@ app = typer.Typer(
 for _module in (up, down, submit, train, ps, top, describe, logs, events, wait, cancel, demo):
     _name = _module.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_module, _name))
+app.add_typer(secrets.secrets, name="secrets")
 app.add_typer(users.users, name="users")
 
 

@@ -50,6 +50,9 @@ class Memory:
         self.pages = 1
         self.queries: list[JobQuery] = []
 
+    async def ping(self) -> None:
+        return
+
     async def authenticate(self, key: str, address: str = "") -> Caller:
         if self.fail_calls:
             self.fail_calls -= 1
@@ -79,7 +82,7 @@ class Memory:
         at = int(query.cursor or 0)
         return {"jobs": [{"id": f"job-{at}"}], "next": str(at + 1) if at + 1 < self.pages else None}
 
-    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
+    async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]:
         return {"endpoint": self.endpoint, "token": "t"}
 
     async def job(self, owner: str, job_id: str, state: str | None, wait_s: float) -> dict[str, Any]:
@@ -214,7 +217,7 @@ def test_transient_failures_are_retried(url: str, memory: Memory) -> None:
     client = SchedulerClient(url, KEY)
     assert client.submit({"base_model": "m"})["id"] == "job-1"
     memory.fail_calls = 100
-    with pytest.raises(UnavailableError, match="restarting"):
+    with pytest.raises(UnavailableError, match="cannot check keys"):
         client.jobs()
 
 
