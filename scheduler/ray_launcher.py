@@ -2,7 +2,9 @@
 that they can never wait for a core that the job itself holds."""
 
 import asyncio
+import functools
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from opentinker.scheduler.driver import LOG_NAME, DriverProcess, begin_log
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
-from opentinker.scheduler.packages import PackageInstaller, clean_up, requirements_of
+from opentinker.scheduler.packages import INSTALL_LOG_NAME, PackageInstaller, clean_up, requirements_of
 from opentinker.scheduler.placement import Demand, Node, parse_groups, threads_for
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD
@@ -268,13 +270,9 @@ class RayLauncher:
             driver.pid = int((await actor.describe.remote())["pid"])
             driver.arrived = True
             where = (spec.endpoint, spec.token, spec.policy_id, spec.run_dir, spec.code_dir, spec.secrets)
-            while True:
-                try:
-                    outcome = await actor.run.remote(functions[spec.kind], spec.config, *where)
-                    break
-                except ActorUnavailableError:
-                    # A connection broke. The driver runs once, however often it is asked; if it is dead, Ray says so next.
-                    await asyncio.sleep(self._settings.probe_s)
+            # The driver runs once, however often it is asked.
+            call = functools.partial(actor.run.remote, functions[spec.kind], spec.config, *where)
+            outcome = await _insist(call, self._settings.probe_s)
         except RayActorError as error:
             return DriverOutcome(f"{_death('the driver process', driver.pid, error)}; see {LOG_NAME}")
         except RayTaskError as error:
@@ -289,7 +287,7 @@ class RayLauncher:
             return "", ""
         name = f"{spec.job_id}.installer"
         actor = await asyncio.to_thread(_find_actor, name)
-        arrived = actor is not None
+        arrived = actor is not None and (Path(spec.run_dir) / INSTALL_LOG_NAME).exists()
         if actor is None:
             actor = (
                 ray.remote(PackageInstaller)
@@ -310,7 +308,9 @@ class RayLauncher:
                 if not arrived:
                     installer.pid = int((await actor.describe.remote())["pid"])
                     installer.arrived = True
-                answer: dict[str, str] = await actor.install.remote(requirements, timeout_s)
+                answer: dict[str, str] = await _insist(
+                    lambda: actor.install.remote(requirements, timeout_s), self._settings.probe_s
+                )
         except TimeoutError:
             answer = {"python": "", "cause": f"the environment's requirements were not installed within {timeout_s:g} s"}
         except RayActorError as error:
@@ -384,6 +384,15 @@ def _gpu_indexes(_: Any) -> list[int]:
 def _lasting(name: str) -> dict[str, Any]:
     """Actor options: found by its name, and not ended with the process that created it."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+async def _insist(call: Callable[[], Awaitable[dict[str, str]]], pause_s: float) -> dict[str, str]:
+    """The answer of an actor that can be asked again when a connection broke; if it is dead, Ray says so then."""
+    while True:
+        try:
+            return await call()
+        except ActorUnavailableError:
+            await asyncio.sleep(pause_s)
 
 
 def _driver_env(job_id: str) -> dict[str, Any]:

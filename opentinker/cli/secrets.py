@@ -1,6 +1,7 @@
 """`opentinker secrets`: values for one's own jobs that no config holds."""
 
 import getpass
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from opentinker.cli.common import (
 )
 from opentinker.client.local import find_cluster
 from opentinker.client.secrets import SecretsClient
+from opentinker.config.requirements import SECRET_NAME
 from opentinker.errors import ConfigError
 
 secrets = typer.Typer(
@@ -46,6 +48,8 @@ def set_(
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
     """Set a secret, or change its value. The value is asked for, or read from a file or standard input."""
+    if not re.fullmatch(SECRET_NAME, name):
+        raise ConfigError(f"{name[:80]!r} cannot be a secret's name", hint="up to 63 letters, digits and . _ -, no sign first")
     if str(from_file) == "-" and str(key) == "-":
         raise ConfigError("the key and the value cannot both come from standard input", hint="use a file for one of them")
     address = find_cluster(url, read_key(key), state_dir)

@@ -22,6 +22,7 @@ from opentinker.errors import (
     DeadlineError,
     JobFailedError,
     NotFoundError,
+    RateLimitedError,
     ServerLostError,
     UnavailableError,
 )
@@ -46,6 +47,7 @@ class Memory:
         self.lease_s = 0.3
         self.code: dict[str, str] | None = None
         self.fail_calls = 0
+        self.retry_after_s: list[float] = []
         self.proxied = False
         self.pages = 1
         self.queries: list[JobQuery] = []
@@ -54,6 +56,8 @@ class Memory:
         return
 
     async def authenticate(self, key: str, address: str = "") -> Caller:
+        if self.retry_after_s:
+            raise RateLimitedError("too many", retry_after_s=self.retry_after_s.pop())
         if self.fail_calls:
             self.fail_calls -= 1
             raise UnavailableError("restarting")
@@ -210,6 +214,23 @@ def test_a_wrong_key_is_an_authentication_error(url: str) -> None:
     client = SchedulerClient(url, "wrong")
     with pytest.raises(AuthenticationError):
         client.jobs()
+
+
+def test_a_scheduler_that_says_when_is_asked_then_and_a_poll_that_may_not_wait_looks(url: str, memory: Memory) -> None:
+    client = SchedulerClient(url, KEY)
+    job = client.submit({"base_model": "m"})
+    memory.retry_after_s = [1.2]
+    started = time.monotonic()
+    assert client.job(job["id"])["id"] == job["id"]
+    assert 1.2 <= time.monotonic() - started < 5.0  # told in whole seconds, so 2
+    memory.retry_after_s = [1000.0]
+    started = time.monotonic()
+    assert client.job(job["id"], state=job["state"], wait_s=0.1)["id"] == job["id"]
+    memory.retry_after_s = [1000.0]
+    with pytest.raises(RateLimitedError) as caught:
+        client.cancel(job["id"])
+    assert caught.value.retry_after_s == 1000.0
+    assert time.monotonic() - started < 2.0
 
 
 def test_transient_failures_are_retried(url: str, memory: Memory) -> None:
