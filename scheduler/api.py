@@ -32,7 +32,7 @@ MAX_POLLS_EACH, MAX_POLLS = 64, 500
 MAX_ENDS_EACH, MAX_ENDS = 64, 250
 """Likewise for `cancel` and `complete`, which wait until processes are gone."""
 MAX_PROXIED_EACH, MAX_PROXIED = 1000, 4000
-"""Requests to one job's server, and to all, by way of the scheduler; each holds two connections."""
+"""Requests to servers of one user's jobs, and of all, by way of the scheduler; each holds two connections."""
 MAX_BODY_BYTES = 2 * MAX_ZIP_BYTES
 """Room for the largest code, in base64, and a config."""
 SMALL_BODY_BYTES = 64 * 2**10
@@ -91,11 +91,10 @@ def create_app(scheduler: Scheduler) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": views.Problem}, "5XX": {"model": views.Problem}},
     )
-    proxy = Proxy(scheduler.server_of)
+    proxy = Proxy(scheduler.server_of, Waits("requests to servers of your jobs", MAX_PROXIED_EACH, MAX_PROXIED))
     alive = Health(scheduler.ping)
     polls = Waits("waiting requests of yours", MAX_POLLS_EACH, MAX_POLLS)
     ends = Waits("jobs of yours to be ended", MAX_ENDS_EACH, MAX_ENDS)
-    proxied = Waits("requests to this job's server", MAX_PROXIED_EACH, MAX_PROXIED)
     measured = ApiMetrics()
     add_user_routes(app, scheduler)
     add_secret_routes(app, scheduler)
@@ -178,14 +177,12 @@ def create_app(scheduler: Scheduler) -> FastAPI:
             """The job's server, by way of the scheduler. Takes an API key of the job's owner, or the policy's token."""
             token = getattr(request.state, "policy_token", None)
             if token is not None:
-                with proxied.held(f"/{job_id}"):
-                    return await proxy.pass_on(request, job_id, owner=None, token=token)
+                return await proxy.pass_on(request, job_id, owner=None, token=token)
             caller = caller_of(request)
             if not caller.may(records.Scope.SUBMIT):
                 await scheduler.job(caller.name, job_id, None, 0.0)  # another user's job does not exist for any key
             caller.need(records.Scope.SUBMIT)
-            with proxied.held(f"{caller.name}/{job_id}"):
-                return await proxy.pass_on(request, job_id, owner=caller.name, token=None)
+            return await proxy.pass_on(request, job_id, owner=caller.name, token=None)
 
     app.add_exception_handler(OpenTinkerError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -28,14 +28,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from opentinker.config.job import JobConfig, RLJobConfig
-from opentinker.config.requirements import REQUIREMENTS_FILE, parse_requirements
+from opentinker.config.requirements import listed_requirements
 from opentinker.errors import ConfigError, OpenTinkerError
 from opentinker.logfile import write_to
 from opentinker.scheduler.processes import forget_secrets, reap
 
 INSTALL_LOG_NAME = "install.log"
 """What the installer prints. It becomes the beginning of driver.log when the driver comes up, or when there will be none."""
-MAX_FILE_BYTES = 64 * 2**10
 _READY = "ready.json"
 _PR_SET_PDEATHSIG = 1
 _NO_HELP = "ResolutionImpossible: for help visit"
@@ -43,27 +42,11 @@ _CONSTRAINED = "The user requested (constraint) "
 
 
 def requirements_of(config: JobConfig, code_dir: Path | None) -> tuple[str, ...]:
-    """What a submitted job requires: the config's list, or else that of the file beside the environment's.
-
-    Raises:
-        ConfigError: the file is no list of requirements.
-    """
+    """What a submitted job requires, with its code in `code_dir`. Raises: ConfigError, see `listed_requirements`."""
     if not isinstance(config, RLJobConfig):
         return ()
-    if config.environment.requirements is not None:
-        return config.environment.requirements
     path, colon, _ = config.environment.name.rpartition(":")
-    if code_dir is None or not colon:
-        return ()
-    file = (code_dir / path).with_name(REQUIREMENTS_FILE)
-    if not file.is_file():
-        return ()
-    if file.stat().st_size > MAX_FILE_BYTES:
-        raise ConfigError(f"{REQUIREMENTS_FILE} is larger than {MAX_FILE_BYTES >> 10} KiB")
-    try:
-        return parse_requirements(file.read_text())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{REQUIREMENTS_FILE} is not text") from error
+    return listed_requirements(config.environment.requirements, code_dir / path if code_dir is not None and colon else None)
 
 
 def packages_folder(job_id: str) -> Path:
@@ -138,7 +121,9 @@ class PackageInstaller:
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"not within {timeout_s:g} s", hint="fewer packages, or a mirror near the cluster") from None
+            raise ConfigError(
+                f"pip was not done within {timeout_s:g} s", hint="fewer packages, or a mirror near the cluster"
+            ) from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -265,8 +265,8 @@ class SchedulerService:
         return self._reconciler.metrics.exposition(self._store.counts(), nodes, free_on(nodes, held), use)
 
     async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]:
-        """{"endpoint", "token"} of a job's server, for the proxy. The caller shows that the job is theirs by being its owner or
-        by its policy's token.
+        """{"endpoint", "token", "owner"} of a job's server, for the proxy. The caller shows that the job is theirs by being its
+        owner or by its policy's token.
 
         Raises:
             AuthenticationError, RateLimitedError: a token, and not this job's; it counts as a wrong key of its address.
@@ -294,7 +294,7 @@ class SchedulerService:
             raise UnavailableError(
                 f"job {job_id} is {job.state}: it has no server yet", hint=f"it waits for {why}" if why else ""
             )
-        return {"endpoint": server.endpoint, "token": policy_token(self._secret, policy.id)}
+        return {"endpoint": server.endpoint, "token": policy_token(self._secret, policy.id), "owner": job.owner}
 
     async def shutdown(self) -> bool:
         """Cancel all jobs and wait for their processes to be gone; whether they are."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from opentinker.config.job import RLJobConfig
-from opentinker.config.requirements import REQUIREMENTS_FILE, missing_requirements, missing_variables, parse_requirements
+from opentinker.config.requirements import listed_requirements, missing_requirements, missing_variables
 from opentinker.errors import ConfigError, EnvironmentLoadError
 
 CODE_LIMIT_BYTES = 20 * 2**20
@@ -42,26 +42,14 @@ def relative_to_code(config: RLJobConfig, file: Path) -> RLJobConfig:
     return config.model_copy(update={"environment": config.environment.model_copy(update={"name": name})})
 
 
-def requirements_of(config: RLJobConfig, file: Path | None) -> tuple[str, ...]:
-    """What the environment requires: the config's list, or else that of the requirements.txt beside its file.
-
-    Raises:
-        ConfigError: the file is no list of requirements.
-    """
-    if config.environment.requirements is not None:
-        return config.environment.requirements
-    beside = None if file is None else file.with_name(REQUIREMENTS_FILE)
-    return () if beside is None or not beside.is_file() else parse_requirements(beside.read_text(errors="replace"))
-
-
 def lacking(config: RLJobConfig, file: Path | None) -> list[str]:
     """What the environment needs and this process does not have: packages, and variables as $NAME.
 
     Raises:
-        ConfigError: see `requirements_of`.
+        ConfigError: see `listed_requirements`.
     """
     variables = [f"${name}" for name in missing_variables(config.environment.secrets)]
-    return missing_requirements(requirements_of(config, file)) + variables
+    return missing_requirements(listed_requirements(config.environment.requirements, file)) + variables
 
 
 def pack_folder(folder: Path, *, limit_bytes: int = CODE_LIMIT_BYTES) -> bytes:

@@ -1,9 +1,10 @@
-"""What an environment's code needs where it runs: packages, by PEP 508 requirements, and secrets, by name. Pure checks."""
+"""What an environment's code needs where it runs: packages, by PEP 508 requirements, and secrets, by name."""
 
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -12,6 +13,7 @@ from opentinker.errors import ConfigError
 
 REQUIREMENTS_FILE = "requirements.txt"
 """Beside the environment's file; it counts when the config lists no requirements."""
+MAX_FILE_BYTES = 64 * 2**10
 MAX_REQUIREMENTS = 100
 MAX_REQUIREMENT = 200
 """Characters of one."""
@@ -79,6 +81,25 @@ def parse_requirements(text: str) -> tuple[str, ...]:
             f"{REQUIREMENTS_FILE}: {error}",
             hint="correct the file beside the environment's, or list environment.requirements in the config, which then rules",
         ) from None
+
+
+def listed_requirements(listed: tuple[str, ...] | None, environment_file: Path | None) -> tuple[str, ...]:
+    """What an environment requires: the config's list, or else that of the requirements.txt beside the environment's file.
+
+    Raises:
+        ConfigError: the file is no list of requirements.
+    """
+    if listed is not None or environment_file is None:
+        return listed or ()
+    file = environment_file.with_name(REQUIREMENTS_FILE)
+    if not file.is_file():
+        return ()
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(f"{REQUIREMENTS_FILE} is larger than {MAX_FILE_BYTES >> 10} KiB")
+    try:
+        return parse_requirements(file.read_text())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{REQUIREMENTS_FILE} is not text") from error
 
 
 def missing_requirements(requirements: Iterable[str]) -> list[str]:

@@ -87,7 +87,7 @@ class Memory:
         return {"jobs": [{"id": f"job-{at}"}], "next": str(at + 1) if at + 1 < self.pages else None}
 
     async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]:
-        return {"endpoint": self.endpoint, "token": "t"}
+        return {"endpoint": self.endpoint, "token": "t", "owner": "ann"}
 
     async def job(self, owner: str, job_id: str, state: str | None, wait_s: float) -> dict[str, Any]:
         if job_id != "job-1":

@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import io
+import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -15,6 +17,7 @@ from opentinker.config.job import parse_job
 from opentinker.errors import ConfigError
 from opentinker.scheduler import packages
 from opentinker.scheduler.packages import clean_up, last_word, make_environment, refuse_replacements, requirements_of
+from opentinker.scheduler.processes import JOB_VARIABLE, processes_of
 
 
 def config(**environment: Any) -> Any:
@@ -67,6 +70,32 @@ def test_an_environment_sees_the_clusters_packages_behind_its_own_and_holds_them
     assert mine == str(site_packages / "mine.py")
     assert theirs == sys.modules["pydantic"].__file__
     assert prefix == str(tmp_path / "job")
+
+
+def test_an_installation_that_takes_too_long_is_ended_whole(tmp_path: Path) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        '[project]\nname = "ot-slow-package"\nversion = "1.0"\n'
+    )
+    (tmp_path / "slow" / "backend.py").write_text("import time\ntime.sleep(1000)\n")
+    script = """if True:
+        import json, os, sys
+        from pathlib import Path
+        from opentinker.scheduler.packages import PackageInstaller
+        answer = PackageInstaller("job-1", sys.argv[1]).install([sys.argv[2]], 2.0)
+        Path(sys.argv[1], "answer").write_text(json.dumps(answer))
+    """
+    requirement = f"ot-slow-package @ {(tmp_path / 'slow').as_uri()}"
+    # `processes_of` finds the whole family by it, as it does a job's.
+    env = {**os.environ, "TMPDIR": str(tmp_path), JOB_VARIABLE: f"job-of-{tmp_path}"}
+    subprocess.run([sys.executable, "-c", script, tmp_path, requirement], env=env, check=True, timeout=60)
+    answer = json.loads((tmp_path / "answer").read_text())
+    assert answer["python"] == ""
+    assert answer["cause"].startswith("the environment's requirements were not installed: pip was not done within 2 s")
+    assert processes_of(f"job-of-{tmp_path}") == []
+    assert list(tmp_path.glob("opentinker-packages-*/*")) == []
+    assert "ot-slow-package" in (tmp_path / packages.INSTALL_LOG_NAME).read_text()
 
 
 def test_an_address_cannot_stand_in_for_one_of_the_clusters_own_packages() -> None:
