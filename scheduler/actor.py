@@ -72,6 +72,10 @@ class SchedulerActor(SchedulerService):
         """What `RemoteUsers` asks for."""
         return await getattr(self.users, method)(*arguments)
 
+    async def manage_secrets(self, method: str, *arguments: Any) -> Any:
+        """What `RemoteSecrets` asks for."""
+        return await getattr(self.vault, method)(*arguments)
+
 
 def create_scheduler(settings: Settings) -> Any:
     """The handle of this Ray cluster's scheduler, which is created if there is none. It outlives the caller."""
@@ -96,6 +100,10 @@ class RemoteScheduler:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.users = RemoteUsers(handle)
+        self.vault = RemoteSecrets(handle)
+
+    async def ping(self) -> None:
+        await _answer(self._handle.ping.remote())
 
     async def authenticate(self, key: str, address: str = "") -> Caller:
         return await _answer(self._handle.authenticate.remote(key, address))
@@ -149,8 +157,8 @@ class RemoteScheduler:
     async def exposition(self) -> str:
         return await _answer(self._handle.exposition.remote())
 
-    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
-        return await _answer(self._handle.server_of.remote(job_id, owner, token))
+    async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]:
+        return await _answer(self._handle.server_of.remote(job_id, owner, token, address))
 
 
 class RemoteUsers:
@@ -190,6 +198,24 @@ class RemoteUsers:
     async def _many(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         answer: list[dict[str, Any]] = await _answer(self._handle.manage_users.remote(method, *arguments))
         return answer
+
+
+class RemoteSecrets:
+    """The `Secrets` of a scheduler, called through its actor's handle; raises as `RemoteScheduler` does."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def put(self, by: Caller, name: str, value: str) -> dict[str, Any]:
+        answer: dict[str, Any] = await _answer(self._handle.manage_secrets.remote("put", by, name, value))
+        return answer
+
+    async def names(self, owner: str) -> list[dict[str, Any]]:
+        answer: list[dict[str, Any]] = await _answer(self._handle.manage_secrets.remote("names", owner))
+        return answer
+
+    async def remove(self, by: Caller, name: str) -> None:
+        await _answer(self._handle.manage_secrets.remote("remove", by, name))
 
 
 async def _answer(reference: Awaitable[T]) -> T:

@@ -14,20 +14,29 @@ from starlette.exceptions import HTTPException
 
 from opentinker.errors import InvalidRequestError, NotFoundError, OpenTinkerError, RateLimitedError, TooLargeError
 from opentinker.scheduler import records, views
-from opentinker.scheduler.auth import unauthenticated
+from opentinker.scheduler.auth import unauthenticated, without_details
+from opentinker.scheduler.health import Health
 from opentinker.scheduler.listing import JobQuery
 from opentinker.scheduler.metrics import ApiMetrics, Measured
 from opentinker.scheduler.proxy import TOKEN_PREFIX, Proxy, is_proxied
 from opentinker.scheduler.run_files import LogSource
+from opentinker.scheduler.secret_api import Secrets, add_secret_routes
 from opentinker.scheduler.uploads import MAX_ZIP_BYTES
 from opentinker.scheduler.user_api import Users, add_user_routes, caller_of
 from opentinker.scheduler.users import EVERYONE, Caller
+from opentinker.scheduler.waits import Waits
 
 logger = logging.getLogger(__name__)
+MAX_POLLS_EACH, MAX_POLLS = 64, 500
+"""Long polls in progress, of one user and of all. What is left of the actor's `MAX_CALLS` is for heartbeats and the rest."""
+MAX_ENDS_EACH, MAX_ENDS = 64, 250
+"""Likewise for `cancel` and `complete`, which wait until processes are gone."""
+MAX_PROXIED_EACH, MAX_PROXIED = 1000, 4000
+"""Requests to servers of one user's jobs, and of all, by way of the scheduler; each holds two connections."""
 MAX_BODY_BYTES = 2 * MAX_ZIP_BYTES
 """Room for the largest code, in base64, and a config."""
 SMALL_BODY_BYTES = 64 * 2**10
-"""Enough for the routes of users and keys."""
+"""Enough for the routes of users, keys and secrets."""
 OPEN_PATHS = frozenset({"/health"})
 
 
@@ -36,7 +45,10 @@ class Scheduler(Protocol):
 
     @property
     def users(self) -> Users: ...
+    @property
+    def vault(self) -> Secrets: ...
 
+    async def ping(self) -> None: ...
     async def authenticate(self, key: str, address: str = "") -> Caller: ...
     async def submit(
         self,
@@ -59,7 +71,7 @@ class Scheduler(Protocol):
     async def models(self) -> list[dict[str, Any]]: ...
     async def cluster(self, owner: str) -> dict[str, Any]: ...
     async def exposition(self) -> str: ...
-    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]: ...
+    async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]: ...
 
 
 class _Body(BaseModel):
@@ -87,9 +99,13 @@ def create_app(scheduler: Scheduler) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": views.Problem}, "5XX": {"model": views.Problem}},
     )
-    proxy = Proxy(scheduler.server_of)
+    proxy = Proxy(scheduler.server_of, Waits("requests to servers of your jobs", MAX_PROXIED_EACH, MAX_PROXIED))
+    alive = Health(scheduler.ping)
+    polls = Waits("waiting requests of yours", MAX_POLLS_EACH, MAX_POLLS)
+    ends = Waits("jobs of yours to be ended", MAX_ENDS_EACH, MAX_ENDS)
     measured = ApiMetrics()
     add_user_routes(app, scheduler)
+    add_secret_routes(app, scheduler)
 
     async def changing(request: Request, job_id: str) -> str:
         """The owner to change a job as. Another user's job does not exist, whatever the key's scopes are."""
@@ -101,6 +117,8 @@ def create_app(scheduler: Scheduler) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
+        """Whether requests are answered; 503 when not. Needs no key, and tells no more than that."""
+        await alive.check()
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -123,7 +141,10 @@ def create_app(scheduler: Scheduler) -> FastAPI:
     async def job(
         request: Request, job_id: str, state: str | None = None, wait_s: Annotated[float, Query(ge=0.0)] = 0.0
     ) -> JSONResponse:
-        return JSONResponse(_shown(request, await scheduler.job(_owner(request), job_id, state, wait_s)))
+        if state is None or not wait_s:
+            return JSONResponse(_shown(request, await scheduler.job(_owner(request), job_id, None, 0.0)))
+        with polls.held(caller_of(request).name):
+            return JSONResponse(_shown(request, await scheduler.job(_owner(request), job_id, state, wait_s)))
 
     @app.get("/v1/jobs/{job_id}/events", response_model=views.Events)
     async def events(request: Request, job_id: str) -> JSONResponse:
@@ -135,12 +156,15 @@ def create_app(scheduler: Scheduler) -> FastAPI:
 
     @app.post("/v1/jobs/{job_id}/complete", response_model=views.JobView)
     async def complete(request: Request, job_id: str) -> JSONResponse:
-        return JSONResponse(_shown(request, await scheduler.complete(await changing(request, job_id), job_id)))
+        owner = await changing(request, job_id)
+        with ends.held(caller_of(request).name):
+            return JSONResponse(_shown(request, await scheduler.complete(owner, job_id)))
 
     @app.post("/v1/jobs/{job_id}/cancel", response_model=views.JobView)
     async def cancel(request: Request, job_id: str) -> JSONResponse:
         owner, caller = await changing(request, job_id), caller_of(request)
-        return JSONResponse(_shown(request, await scheduler.cancel(owner, job_id, caller)))
+        with ends.held(caller.name):
+            return JSONResponse(_shown(request, await scheduler.cancel(owner, job_id, caller)))
 
     @app.post("/v1/jobs/{job_id}/stop", response_model=views.JobView)
     async def stop(request: Request, job_id: str) -> JSONResponse:
@@ -235,12 +259,12 @@ class _Gate:
                     address = str(scope["client"][0]) if scope.get("client") else ""
                     scope.setdefault("state", {})["caller"] = await self._scheduler.authenticate(key, address)
             except OpenTinkerError as error:
-                await problem(error)(scope, receive, send)
+                await problem(without_details(error))(scope, receive, send)
                 return
             if proxied:  # nothing is kept of its body; the server has a limit of its own
                 await self._app(scope, receive, send)
                 return
-        limit = SMALL_BODY_BYTES if scope.get("path", "").startswith("/v1/users") else MAX_BODY_BYTES
+        limit = SMALL_BODY_BYTES if scope.get("path", "").startswith(("/v1/users", "/v1/secrets")) else MAX_BODY_BYTES
         await self._app(scope, _limited(receive, limit), send)
 
 

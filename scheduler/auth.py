@@ -3,13 +3,15 @@
 import base64
 import hashlib
 import hmac
+import logging
 import secrets
 from collections.abc import Callable
 
-from opentinker.errors import AuthenticationError
+from opentinker.errors import AuthenticationError, OpenTinkerError, RateLimitedError
 from opentinker.scheduler.records import ApiKey
 
 KEY_BYTES = 32
+logger = logging.getLogger(__name__)
 
 
 def new_api_key() -> str:
@@ -50,6 +52,17 @@ def find_key(secret: str, presented: str, by_digest: Callable[[str], ApiKey | No
     if key is None or not hmac.compare_digest(digest, key.digest) or key.revoked_at is not None:
         raise unauthenticated()
     return key
+
+
+def without_details(error: OpenTinkerError) -> OpenTinkerError:
+    """The error as somebody without a valid key may see it: what a database says of itself is not for everybody."""
+    if isinstance(error, AuthenticationError | RateLimitedError):
+        return error
+    logger.error("event=not_authenticated error=%r", str(error))
+    return type(error)(
+        "the scheduler cannot check keys at the moment: it is restarting, or its store is away",
+        hint="try again in a few seconds",
+    )
 
 
 def unauthenticated() -> AuthenticationError:

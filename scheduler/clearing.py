@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
-from opentinker.scheduler.processes import reap
+from opentinker.scheduler.packages import clean_up
 
 POLL_S = 0.2
 
@@ -12,13 +12,13 @@ POLL_S = 0.2
 def clear(
     job_ids: Sequence[str], gpus: Sequence[int], kill_after_s: float, timeout_s: float, gpu_free_bytes: int | None
 ) -> str:
-    """Wait until the jobs' processes are gone, killing those that stay, and then until no more than `gpu_free_bytes` (None:
-    whatever) of each of the GPUs is in use; blocks.
+    """Wait until the jobs' processes are gone, killing those that stay, and remove their packages; then wait until no more than
+    `gpu_free_bytes` (None: whatever) of each of the GPUs is in use. Blocks.
 
     Returns:
         What is left after all; empty if nothing.
     """
-    left = [pid for job_id in job_ids for pid in reap(job_id, kill_after_s, timeout_s)]
+    left = [pid for job_id in job_ids for pid in clean_up(job_id, kill_after_s, timeout_s)]
     if left:
         plural = len(left) > 1
         return f"process{'es' if plural else ''} {', '.join(map(str, left))} cannot be killed"

@@ -176,23 +176,56 @@ class WriterLock:
 
     def __init__(self, engine: Engine) -> None:
         """Raises: ConflictError when another scheduler uses the database."""
+        self._engine = engine
+        self._needed = engine.dialect.name == "postgresql"
         self._connection: Connection | None = None
-        if engine.dialect.name != "postgresql":
+        if self._needed and not self._take(PATIENCE_S):
+            raise ConflictError(
+                "another scheduler uses this database", hint="stop it, or give each cluster a database of its own"
+            )
+
+    def check(self) -> None:
+        """Make sure before a write that the lock is held. It goes with its session, which a restart of the database ends, or
+        somebody who ends sessions; then it is taken again, if it is free.
+
+        Raises:
+            UnavailableError: another scheduler has it now, or the database does not answer. Nothing may be written.
+        """
+        if not self._needed:
             return
-        with translated():
-            connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-            deadline = time.monotonic() + PATIENCE_S
-            while not connection.execute(text("SELECT pg_try_advisory_lock(:lock)"), {"lock": WRITER_LOCK}).scalar():
-                if time.monotonic() > deadline:
-                    connection.close()
-                    raise ConflictError(
-                        "another scheduler uses this database", hint="stop it, or give each cluster a database of its own"
-                    )
-                time.sleep(0.2)
-        self._connection = connection
+        if self._connection is not None:
+            try:
+                self._connection.execute(text("SELECT 1"))
+                return
+            except DBAPIError as error:
+                logger.warning("event=writer_lock_lost error=%s", type(error.orig).__name__)
+                self.release()
+        if not self._take(0.0):
+            raise UnavailableError(
+                "another scheduler has taken over this one's database, so this one writes nothing any more",
+                hint="stop one of the two; whichever is left goes on by itself",
+            )
+        logger.warning("event=writer_lock_taken_again")
 
     def release(self) -> None:
+        """Let go of the lock; `check` takes it again."""
         if self._connection is not None:
             self._connection.invalidate()  # closes the session, and with it goes the lock
             self._connection.close()
             self._connection = None
+
+    def _take(self, patience_s: float) -> bool:
+        with translated():
+            connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            deadline = time.monotonic() + patience_s
+            try:
+                while not connection.execute(text("SELECT pg_try_advisory_lock(:lock)"), {"lock": WRITER_LOCK}).scalar():
+                    if time.monotonic() >= deadline:
+                        connection.close()
+                        return False
+                    time.sleep(0.2)
+            except BaseException:
+                connection.close()
+                raise
+        self._connection = connection
+        return True

@@ -10,7 +10,9 @@ from typing import Any
 from opentinker.errors import OpenTinkerError
 from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group
+from opentinker.redaction import Redactor, redact_output
 from opentinker.scheduler.imports import load
+from opentinker.scheduler.packages import INSTALL_LOG_NAME
 from opentinker.scheduler.processes import forget_secrets
 
 LOG_NAME = "driver.log"
@@ -28,35 +30,56 @@ class DriverProcess:
 
     def __init__(self, job_id: str, server_id: str, run_dir: str) -> None:
         self._outcome: dict[str, str] | None = None
+        self._log = Path(run_dir) / LOG_NAME
+        self._redactor = Redactor({})
         own_process_group()
         forget_secrets()
+        begin_log(Path(run_dir))
         _leave_mark(Path(run_dir), server_id)
-        write_to(Path(run_dir) / LOG_NAME, job=job_id)
+        write_to(self._log, job=job_id)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, of which a step has hundreds
 
     def describe(self) -> dict[str, Any]:
         return {"pid": os.getpid()}
 
-    def run(self, function: str, config: dict[str, Any], arguments: dict[str, Any]) -> dict[str, str]:
-        """Run the driver; blocks. A second call, which Ray lets begin after the first, only returns what that one did.
+    def run(
+        self,
+        function: str,
+        config: dict[str, Any],
+        arguments: dict[str, Any],
+        secrets: dict[str, tuple[str, str]] | None = None,
+    ) -> dict[str, str]:
+        """Run the driver; blocks. `secrets` are those of `DriverSpec`.
+
+        A second call, which Ray lets begin after the first, only returns what that one did.
 
         Returns:
             {"cause", "code"}: both empty when it succeeded. Errors do not travel as exceptions, because those of user code
             may not unpickle elsewhere; the traceback is in the log.
         """
         if self._outcome is None:
+            if secrets:
+                self._reveal(secrets)
             self._outcome = self._run(function, config, **arguments)
         return self._outcome
+
+    def _reveal(self, secrets: dict[str, tuple[str, str]]) -> None:
+        """Put secrets into the environment, where the user's code looks for them, and keep them out of the log."""
+        values = dict(secrets.values())
+        self._redactor = Redactor(values)
+        redact_output(self._log, values)
+        os.environ.update({variable: value for variable, (_, value) in secrets.items()})
 
     def _run(self, function: str, config: dict[str, Any], **arguments: Any) -> dict[str, str]:
         try:
             load(function)(config, **arguments)
         except OpenTinkerError as error:
             traceback.print_exc()
-            return {"cause": _one_line(str(error)), "code": error.code}
+            return {"cause": _one_line(self._redactor.text(str(error))), "code": error.code}
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            return {"cause": _one_line(f"the driver failed: {type(error).__name__}: {error}"), "code": ""}
+            text = self._redactor.text(f"the driver failed: {type(error).__name__}: {error}")
+            return {"cause": _one_line(text), "code": ""}
         return {"cause": "", "code": ""}
 
 
@@ -73,6 +96,19 @@ def _leave_mark(run_dir: Path, server_id: str) -> None:
     draft = run_dir / f".{MARK_NAME}"
     draft.write_text(json.dumps({"server": server_id, "pid": os.getpid()}))
     draft.replace(run_dir / MARK_NAME)
+
+
+def begin_log(run_dir: Path) -> None:
+    """Let what was printed when the driver's packages were installed, if any were, stand in its log before what it prints."""
+    installed, log = run_dir / INSTALL_LOG_NAME, run_dir / LOG_NAME
+    if not installed.exists():
+        return
+    if log.exists():  # of an earlier driver of this job
+        with log.open("ab") as file:
+            file.write(installed.read_bytes())
+        installed.unlink()
+    else:
+        installed.rename(log)
 
 
 def _one_line(text: str) -> str:

@@ -63,6 +63,8 @@ class DriverSpec:
     code_dir: str | None
     resume: bool
     """An earlier driver of this job was lost: go on from the last checkpoint."""
+    secrets: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)
+    """{environment variable: (secret's name, its value)}. The driver alone gets them, with the call that starts it."""
 
 
 class Launcher(Protocol):

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from opentinker.errors import DeadlineError, NotFoundError, UnavailableError
+from opentinker.scheduler.waits import Waits
 
 logger = logging.getLogger(__name__)
 PREFIX = "/v1/jobs/"
@@ -48,8 +49,8 @@ _NOT_PASSED_ON = frozenset(
 )
 _NOT_PASSED_BACK = (_NOT_PASSED_ON - {b"authorization"}) | {b"date", b"server"}
 
-Resolve = Callable[[str, str | None, str | None], Awaitable[dict[str, str]]]
-"""(job id, owner, policy token) -> {"endpoint", "token"}; raises what the client is told."""
+Resolve = Callable[[str, str | None, str | None, str], Awaitable[dict[str, str]]]
+"""(job id, owner, policy token, the client's address) -> {"endpoint", "token", "owner"}; raises what the client is told."""
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -64,8 +65,10 @@ def is_proxied(path: str) -> bool:
 class Proxy:
     """Passes requests on to job servers."""
 
-    def __init__(self, resolve: Resolve) -> None:
+    def __init__(self, resolve: Resolve, waits: Waits) -> None:
+        """`waits` counts the requests of each job's owner that have no answer yet."""
         self._resolve = resolve
+        self._waits = waits
         self._known: dict[tuple[str, str | None, str | None], tuple[float, dict[str, str]]] = {}
         self._connections = _Connections()
 
@@ -75,10 +78,18 @@ class Proxy:
         Raises:
             AuthenticationError, NotFoundError: the job is not the caller's.
             UnavailableError: its server is not up yet, or does not answer.
+            RateLimitedError: too many requests to the owner's servers wait.
             DeadlineError: the server is silent for longer than the request's `wait_s` and 30 s.
             ServerLostError, JobFailedError: the job has ended.
         """
-        target = await self._target(job_id, owner, token)
+        address = request.client.host if request.client else ""
+        target = await self._target(job_id, owner, token, address)
+        with self._waits.held(target["owner"]):
+            return await self._answer(request, job_id, target, lambda: self._resolve(job_id, owner, token, address))
+
+    async def _answer(
+        self, request: Request, job_id: str, target: dict[str, str], ask_again: Callable[[], Awaitable[dict[str, str]]]
+    ) -> Response:
         client = self._connections.take(target["endpoint"])
         body = _Body(request)
         answer: httpx.Response | None = None
@@ -88,11 +99,11 @@ class Proxy:
                 return Response(status_code=499)
             return _Relayed(answer, body, lambda: self._connections.give(target["endpoint"], client))
         except httpx.TimeoutException as error:
-            await self._resolve(job_id, owner, token)
+            await ask_again()
             raise DeadlineError(f"the server of job {job_id} did not answer in time") from error
         except httpx.TransportError as error:
             # The scheduler may know by now why: then that is what the client hears.
-            await self._resolve(job_id, owner, token)
+            await ask_again()
             raise UnavailableError(
                 f"the server of job {job_id} does not answer: {type(error).__name__}", hint="try again in a few seconds"
             ) from error
@@ -100,13 +111,13 @@ class Proxy:
             if answer is None:
                 await client.aclose()
 
-    async def _target(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
+    async def _target(self, job_id: str, owner: str | None, token: str | None, address: str) -> dict[str, str]:
         """What the scheduler said within the last second, or says now: a step of a job is hundreds of requests. A server that
         has ended meanwhile refuses the connection, and its successor at that address the token."""
         now, asked = time.monotonic(), (job_id, owner, token)
         until, target = self._known.get(asked, (-math.inf, {}))
         if now >= until:
-            target = await self._resolve(job_id, owner, token)
+            target = await self._resolve(job_id, owner, token, address)
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
             self._known[asked] = (now + KNOWN_S, target)

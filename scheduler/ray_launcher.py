@@ -2,7 +2,9 @@
 that they can never wait for a core that the job itself holds."""
 
 import asyncio
+import functools
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from opentinker.config.job import parse_job
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.scheduler.clearing import clear
-from opentinker.scheduler.driver import LOG_NAME, DriverProcess, came_up
+from opentinker.scheduler.driver import LOG_NAME, DriverProcess, begin_log, came_up
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpec
+from opentinker.scheduler.packages import INSTALL_LOG_NAME, PackageInstaller, requirements_of
 from opentinker.scheduler.placement import Allocation, Demand, Node, parse_groups, threads_for
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD
@@ -267,6 +271,9 @@ class RayLauncher:
         if actor is None and arrived:
             return DriverOutcome(f"the driver process died while the scheduler was down; see {LOG_NAME}", lost=True)
         if actor is None:
+            python, cause = await self._install(spec)
+            if cause:
+                return DriverOutcome(f"{cause}; see {LOG_NAME}")
             actor = (
                 ray.remote(DriverProcess)
                 .options(
@@ -275,7 +282,7 @@ class RayLauncher:
                     max_restarts=0,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
                     # Empty from the very start: the environment that a process was born with stays readable in /proc.
-                    runtime_env={"env_vars": {JOB_VARIABLE: spec.job_id, **dict.fromkeys(WITHHELD, "")}},
+                    runtime_env={**_driver_env(spec.job_id), **({"py_executable": python} if python else {})},
                 )
                 .remote(spec.job_id, spec.server_id, spec.run_dir)
             )
@@ -292,25 +299,66 @@ class RayLauncher:
                 "code_dir": spec.code_dir,
                 "resume": spec.resume,
             }
-            while True:
-                try:
-                    outcome = await actor.run.remote(self._settings.drivers[spec.kind], spec.config, arguments)
-                    break
-                except ActorUnavailableError:
-                    # A connection broke. The driver runs once, however often it is asked; if it is dead, Ray says so next.
-                    await asyncio.sleep(self._settings.probe_s)
+            # The driver runs once, however often it is asked.
+            call = functools.partial(actor.run.remote, self._settings.drivers[spec.kind], spec.config, arguments, spec.secrets)
+            outcome = await _insist(call, self._settings.probe_s)
         except RayActorError as error:
             return DriverOutcome(f"{_death('the driver process', driver.pid, error)}; see {LOG_NAME}", lost=True)
         except RayTaskError as error:
             return DriverOutcome(f"the driver did not start: {_other_side(error)}")
         return DriverOutcome(outcome["cause"], outcome["code"])
 
+    async def _install(self, spec: DriverSpec) -> tuple[str, str]:
+        """(interpreter with what the job requires, or "" for the cluster's own; why there is none), with the log in order."""
+        code_dir = None if spec.code_dir is None else Path(spec.code_dir)
+        requirements = requirements_of(parse_job(spec.config), code_dir)
+        if not requirements:
+            return "", ""
+        name = f"{spec.server_id}.installer"
+        actor = await asyncio.to_thread(_find_actor, name)
+        arrived = actor is not None and (Path(spec.run_dir) / INSTALL_LOG_NAME).exists()
+        if actor is None:
+            actor = (
+                ray.remote(PackageInstaller)
+                .options(
+                    **_lasting(name),
+                    num_cpus=0,
+                    max_restarts=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
+                    runtime_env=_driver_env(spec.job_id),
+                )
+                .remote(spec.job_id, spec.run_dir)
+            )
+        installer = self._drivers[spec.server_id] = _Driver(actor, arrived)
+        timeout_s = self._settings.install_timeout_s
+        try:
+            # One that is at work answers only when it is done, so this covers what an earlier life of the scheduler began.
+            async with asyncio.timeout(timeout_s + self._settings.arrival_timeout_s + self._settings.placement_timeout_s):
+                if not arrived:
+                    installer.pid = int((await actor.describe.remote())["pid"])
+                    installer.arrived = True
+                answer: dict[str, str] = await _insist(
+                    lambda: actor.install.remote(requirements, timeout_s), self._settings.probe_s
+                )
+        except TimeoutError:
+            answer = {"python": "", "cause": f"the environment's requirements were not installed within {timeout_s:g} s"}
+        except RayActorError as error:
+            answer = {"python": "", "cause": _death("the installer's process", installer.pid, error)}
+        except RayTaskError as error:
+            answer = {"python": "", "cause": f"the environment's requirements were not installed: {_other_side(error)}"}
+        ray.kill(actor)
+        if answer["cause"]:
+            await asyncio.to_thread(begin_log, Path(spec.run_dir))
+        return answer["python"], answer["cause"]
+
     async def stop_driver(self, server_id: str) -> None:
         driver = self._drivers.pop(server_id, None)
         if driver is not None:
             await self._kill(driver.actor, on_its_way=not driver.arrived)
-        elif (actor := await asyncio.to_thread(_find_actor, f"{server_id}.driver")) is not None:
-            ray.kill(actor)
+            return
+        for which in ("driver", "installer"):
+            if (actor := await asyncio.to_thread(_find_actor, f"{server_id}.{which}")) is not None:
+                ray.kill(actor)
 
     async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
         parts = await self._known(server_id)
@@ -368,6 +416,20 @@ def _gpu_indexes(_: Any) -> list[int]:
 def _lasting(name: str) -> dict[str, Any]:
     """Actor options: found by its name, and not ended with the process that created it."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+async def _insist(call: Callable[[], Awaitable[dict[str, str]]], pause_s: float) -> dict[str, str]:
+    """The answer of an actor that can be asked again when a connection broke; if it is dead, Ray says so then."""
+    while True:
+        try:
+            return await call()
+        except ActorUnavailableError:
+            await asyncio.sleep(pause_s)
+
+
+def _driver_env(job_id: str) -> dict[str, Any]:
+    """Ray's runtime environment of a process that runs a user's code."""
+    return {"env_vars": {JOB_VARIABLE: job_id, **dict.fromkeys(WITHHELD, "")}}
 
 
 def _find_actor(name: str) -> Any:

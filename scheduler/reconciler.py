@@ -69,11 +69,13 @@ class Reconciler:
         token_of: Callable[[str], str],
         now: Callable[[], float],
         steady: Callable[[], float],
+        secrets_of: Callable[[Job], dict[str, tuple[str, str]]] = lambda job: {},
     ) -> None:
         self._store = store
         self._launcher = launcher
         self._settings = settings
         self._token_of = token_of
+        self._secrets_of = secrets_of
         self._now = now
         self._models = ModelRegistry(settings)
         self._storage = open_storage(settings.remote_storage, settings.runs_dir)
@@ -384,7 +386,9 @@ class Reconciler:
             resume=self._store.restarts(job.id) > 0,
         )
         try:
-            outcome = await self._launcher.drive(spec)
+            outcome = await self._launcher.drive(replace(spec, secrets=self._secrets_of(job)))
+        except ConfigError as error:  # a secret that is gone meanwhile
+            outcome = DriverOutcome(str(error), error.code)
         except Exception as error:
             logger.exception("event=drive_failed job=%s", job.id)
             outcome = DriverOutcome(f"the driver did not start: {type(error).__name__}: {' '.join(str(error).split())}")

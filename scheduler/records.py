@@ -149,4 +149,17 @@ class AuditEvent:
     outcome: str = "ok"
 
 
-Record = Job | Server | Policy | Event | User | ApiKey | AuditEvent
+@dataclass(frozen=True)
+class Secret:
+    """A user's secret; `sealed` is `vault.seal` of its value, which itself is kept nowhere."""
+
+    id: str
+    """OWNER/NAME."""
+    owner: str
+    name: str
+    sealed: str = field(repr=False)
+    created_at: float = 0.0
+    updated_at: float = 0.0
+
+
+Record = Job | Server | Policy | Event | User | ApiKey | AuditEvent | Secret

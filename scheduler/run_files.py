@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from opentinker.errors import InvalidRequestError, OpenTinkerError
 from opentinker.scheduler.driver import LOG_NAME, SERVER_LOG_NAME
+from opentinker.scheduler.packages import INSTALL_LOG_NAME
 from opentinker.storage import Storage
 
 LogSource = Literal["driver", "server"]
@@ -17,6 +18,8 @@ def log_path(run_dir: Path, source: LogSource | None, *, has_driver: bool, ended
     """A job's log. Without a `source` it is the driver's; or the server's where no driver on the cluster writes one: that of
     an interactive job, or of one that ended before its driver began. It changes only while nothing was read yet."""
     driver = run_dir / LOG_NAME
+    if not driver.exists() and (run_dir / INSTALL_LOG_NAME).exists():  # what it will begin with
+        driver = run_dir / INSTALL_LOG_NAME
     if source is None:
         source = "server" if not has_driver or (ended and not _is_there(driver, storage)) else "driver"
     return driver if source == "driver" else run_dir / SERVER_LOG_NAME

@@ -21,7 +21,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-from opentinker.scheduler.records import ApiKey, AuditEvent, Event, Job, Policy, Scope, Server, User
+from opentinker.scheduler.records import ApiKey, AuditEvent, Event, Job, Policy, Scope, Secret, Server, User
 from opentinker.scheduler.states import JobState, ServerState
 
 
@@ -139,6 +139,16 @@ audit = Table(
     Column("address", String(64), nullable=False),
     Column("outcome", String(200), nullable=False),
 )
+secrets = Table(
+    "secrets",
+    meta,
+    Column("id", String(130), primary_key=True),
+    Column("owner", ForeignKey("users.name"), nullable=False, index=True),
+    Column("name", String(64), nullable=False),
+    Column("sealed", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("updated_at", Float, nullable=False),
+)
 TABLES: dict[type[Any], Table] = {
     Job: jobs,
     Server: servers,
@@ -147,6 +157,7 @@ TABLES: dict[type[Any], Table] = {
     User: users,
     ApiKey: api_keys,
     AuditEvent: audit,
+    Secret: secrets,
 }
-KEYS: dict[type[Any], str] = {Job: "id", Server: "id", Policy: "id", User: "name", ApiKey: "id"}
+KEYS: dict[type[Any], str] = {Job: "id", Server: "id", Policy: "id", User: "name", ApiKey: "id", Secret: "id"}
 """The column that tells a record from others of its kind; kinds without one are only ever added."""

@@ -1,7 +1,6 @@
 """What users can ask of the scheduler. Every question about a job checks that it is theirs."""
 
 import asyncio
-import hmac
 import json
 import math
 import secrets
@@ -13,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.checkpoints import parse_ref
-from opentinker.config.job import KINDS, parse_job
+from opentinker.config.job import KINDS, JobConfig, RLJobConfig, parse_job
 from opentinker.errors import (
     ConfigError,
     ConflictError,
     InvalidRequestError,
     JobFailedError,
     NotFoundError,
+    OpenTinkerError,
     ServerLostError,
     TooLargeError,
     UnavailableError,
 )
-from opentinker.scheduler.auth import new_api_key, policy_token, unauthenticated
+from opentinker.scheduler.auth import new_api_key, policy_token, without_details
 from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job, resolve_start, start_source
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.gpus import GpuUse
@@ -32,6 +32,7 @@ from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
 from opentinker.scheduler.model_registry import ModelRegistry
+from opentinker.scheduler.packages import requirements_of
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
 from opentinker.scheduler.quotas import check_quota
 from opentinker.scheduler.reconciler import Reconciler
@@ -43,6 +44,7 @@ from opentinker.scheduler.states import JobState
 from opentinker.scheduler.store import JobStore
 from opentinker.scheduler.uploads import decode_zip, unpack
 from opentinker.scheduler.users import EVERYONE, Caller, UserDirectory
+from opentinker.scheduler.vault import Vault
 from opentinker.storage import Storage, open_storage
 
 MAX_CONFIG_BYTES = 256 * 2**10
@@ -79,7 +81,10 @@ class SchedulerService:
         self._storage = open_storage(settings.remote_storage, settings.runs_dir)
         self._submitting = asyncio.Lock()
         self._closing = False
-        self._reconciler = Reconciler(store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady)
+        self.vault = Vault(store, secret, now)
+        self._reconciler = Reconciler(
+            store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady, self._secrets_of
+        )
         self.users = UserDirectory(store, secret, now, steady)
         self._reading_gpus = asyncio.Lock()
         self._gpu_use_read: dict[str, list[GpuUse]] = {}
@@ -100,6 +105,9 @@ class SchedulerService:
         finally:
             await self._reconciler.close()
             self._store.close()
+
+    async def ping(self) -> None:
+        """Answers as long as the event loop turns."""
 
     async def authenticate(self, key: str, address: str = "") -> Caller:
         """Who presents this key; see `UserDirectory.authenticate`."""
@@ -144,11 +152,12 @@ class SchedulerService:
             nodes = await self._launcher.nodes()
             demand = demand_of(parsed.resources, nodes)
             await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use(nodes))
+            self.vault.check(owner, _secrets_named(parsed).values())
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.run_root / owner / job_id
             async with _storage_answers():
-                await asyncio.to_thread(_prepare, run_dir, code, self._storage)
+                await asyncio.to_thread(_prepare, run_dir, code, parsed, self._storage)
             if self._closing:
                 raise ConflictError("the cluster is being stopped")
             now = self._now()
@@ -303,23 +312,25 @@ class SchedulerService:
         held = [Allocation(s.node_id, Demand(s.gpus, s.cpu_slots)) for s, _ in self._store.open_servers()]
         return self._reconciler.metrics.exposition(self._store.counts(), nodes, free_on(nodes, held), use)
 
-    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
-        """{"endpoint", "token"} of a job's server, for the proxy. The caller shows that the job is theirs by being its owner or
-        by its policy's token.
+    async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]:
+        """{"endpoint", "token", "owner"} of a job's server, for the proxy. The caller shows that the job is theirs by being its
+        owner or by its policy's token.
 
         Raises:
-            AuthenticationError: a token, and not this job's.
+            AuthenticationError, RateLimitedError: a token, and not this job's; it counts as a wrong key of its address.
             NotFoundError: no such job of this owner.
             UnavailableError: the server is not up yet.
             ServerLostError, JobFailedError: the job has ended.
         """
-        job = self._store.job(job_id)
-        policy = self._reconciler.policy_of(job_id)
-        if owner is None:
+        try:
+            job = self._store.job(job_id)
+            policy = self._reconciler.policy_of(job_id)
             # Between two servers, or after the last, the earlier tokens still tell whose job it is.
             known = self._store.policies(job_id) if policy is None else [policy]
-            if not any(_is_token(token, policy_token(self._secret, policy.id)) for policy in known):
-                raise unauthenticated()
+        except OpenTinkerError as error:
+            raise error if owner is not None else without_details(error) from error
+        if owner is None:
+            self.users.check_token(token or "", [policy_token(self._secret, p.id) for p in known], address)
         elif job is None or job.owner != owner:
             raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
         assert job is not None
@@ -332,7 +343,7 @@ class SchedulerService:
             raise UnavailableError(
                 f"job {job_id} is {job.state}: it has no server yet", hint=f"it waits for {why}" if why else ""
             )
-        return {"endpoint": server.endpoint, "token": policy_token(self._secret, policy.id)}
+        return {"endpoint": server.endpoint, "token": policy_token(self._secret, policy.id), "owner": job.owner}
 
     async def shutdown(self) -> bool:
         """Cancel all jobs and wait for their processes to be gone; whether they are."""
@@ -367,6 +378,10 @@ class SchedulerService:
                 self._gpu_use_read = await self._launcher.gpu_use()
                 self._gpu_use_until = time.monotonic() + GPU_USE_FRESH_S
             return self._gpu_use_read
+
+    def _secrets_of(self, job: Job) -> dict[str, tuple[str, str]]:
+        """What the job's driver is given. Raises: ConfigError, see `Vault.values`."""
+        return self.vault.values(job.owner, _secrets_named(parse_job(job.config)))
 
     def _owned(self, owner: str, job_id: str) -> Job:
         job = self._store.job(job_id)
@@ -412,10 +427,6 @@ class SchedulerService:
         }
 
 
-def _is_token(token: str | None, right: str) -> bool:
-    return token is not None and hmac.compare_digest(token.encode("utf-8", "replace"), right.encode())
-
-
 def _driven(job: Job) -> bool:
     """The cluster runs a driver for it."""
     return KINDS[job.kind].driven
@@ -457,6 +468,10 @@ def _server_view(server: Server, policy: Policy) -> dict[str, Any]:
     }
 
 
+def _secrets_named(config: JobConfig) -> dict[str, str]:
+    return config.environment.secrets if isinstance(config, RLJobConfig) else {}
+
+
 def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:
     """Raises: ConflictError when a repeated idempotency key comes with another job."""
     given, meant = config.get("start_from"), earlier.config.get("start_from")
@@ -467,8 +482,8 @@ def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> 
     return earlier
 
 
-def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None) -> None:
-    """Make the job's folder, with its code in it. Nothing is left of it when the code is refused."""
+def _prepare(run_dir: Path, code: dict[str, str] | None, config: JobConfig, storage: Storage | None) -> None:
+    """Make the job's folder, with its code in it. Nothing is left of it when the code is refused, or what it requires."""
     content = decode_zip(code["zip"], code["sha256"]) if code else None
     try:
         run_dir.mkdir(parents=True)
@@ -477,6 +492,7 @@ def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None
     if content is not None:
         try:
             unpack(content, run_dir / "code")
+            requirements_of(config, run_dir / "code")
             if storage is not None:  # for a driver on another node
                 storage.put_folder(run_dir / "code")
         except BaseException:

@@ -99,6 +99,8 @@ class Settings(Config):
     """How long Ray may take to grant what the scheduler counted as free."""
     start_timeout_s: Seconds = 1800.0
     """Longest start of a server; loading a large model takes its time."""
+    install_timeout_s: Seconds = 900.0
+    """Longest installation of what a submitted environment requires."""
     graceful_stop_s: Seconds = 3.0
     """How long a server may take to stop by itself before its processes are killed."""
     arrival_timeout_s: Seconds = 10.0

@@ -1,6 +1,7 @@
 """The durable store: what is written here is the truth, whatever process dies."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
@@ -20,6 +21,7 @@ from opentinker.scheduler.records import (
     PastUse,
     Policy,
     Record,
+    Secret,
     Server,
     User,
 )
@@ -29,11 +31,12 @@ from opentinker.scheduler.schema import audit as _audit
 from opentinker.scheduler.schema import events as _events
 from opentinker.scheduler.schema import jobs as _jobs
 from opentinker.scheduler.schema import policies as _policies
+from opentinker.scheduler.schema import secrets as _secrets
 from opentinker.scheduler.schema import servers as _servers
 from opentinker.scheduler.schema import users as _users
 from opentinker.scheduler.states import JobState, ServerState
 
-R = TypeVar("R", Job, Server, Policy, Event, User, ApiKey, AuditEvent)
+R = TypeVar("R", Job, Server, Policy, Event, User, ApiKey, AuditEvent, Secret)
 
 
 class JobStore(Protocol):
@@ -113,6 +116,12 @@ class JobStore(Protocol):
         """Newest first."""
         ...
 
+    def secrets(self, owner: str) -> list[Secret]:
+        """By name."""
+        ...
+
+    def remove_secret(self, secret_id: str, event: AuditEvent) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -151,12 +160,12 @@ class SqlStore:
         return cls.open(sqlite_url(path))
 
     def save(self, *records: Record) -> None:
-        with writing(self._engine) as connection:
+        with self._writing() as connection:
             for record in records:
                 _write(connection, record)
 
     def accept(self, job: Job, *records: Record) -> Job:
-        with writing(self._engine) as connection:
+        with self._writing() as connection:
             insert = _insert(connection)(_jobs).values(_values(job))
             insert = insert.on_conflict_do_nothing(index_elements=["owner", "idempotency_key"])
             if connection.execute(insert.returning(_jobs.c.id)).first() is not None:
@@ -260,9 +269,21 @@ class SqlStore:
     def audit(self, limit: int) -> list[AuditEvent]:
         return self._all(AuditEvent, select(_audit).order_by(_audit.c.row.desc()).limit(limit))
 
+    def secrets(self, owner: str) -> list[Secret]:
+        return self._all(Secret, select(_secrets).where(_secrets.c.owner == owner).order_by(_secrets.c.name))
+
+    def remove_secret(self, secret_id: str, event: AuditEvent) -> None:
+        with self._writing() as connection:
+            connection.execute(_secrets.delete().where(_secrets.c.id == secret_id))
+            _write(connection, event)
+
     def close(self) -> None:
         self._lock.release()
         self._engine.dispose()
+
+    def _writing(self) -> AbstractContextManager[Connection]:
+        self._lock.check()
+        return writing(self._engine)
 
     def _all(self, kind: type[R], query: Select[Any]) -> list[R]:
         names = [field.name for field in fields(kind)]

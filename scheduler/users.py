@@ -1,9 +1,10 @@
 """Users and their keys: who somebody is, what they may do, and what was done about it."""
 
+import hmac
 import logging
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,12 +94,7 @@ class UserDirectory:
             AuthenticationError: it is not valid: unknown, revoked, or of a disabled user.
             RateLimitedError: too many wrong keys came from this address.
         """
-        fingerprint = key_digest(self._secret, key)
-        wait_s = self._limiter.wait_s(address, fingerprint, self._steady())
-        if wait_s > 0.0:
-            raise RateLimitedError(
-                "too many wrong API keys from this address", hint=f"try again in {wait_s:.0f} s", retry_after_s=wait_s
-            )
+        fingerprint = self._fingerprint(key, address)
         try:
             found = find_key(self._secret, key, self._store.api_key_by_digest)
             user = self._store.user(found.owner)
@@ -110,6 +106,19 @@ class UserDirectory:
         self._limiter.succeeded(address, fingerprint)
         self._used(found)
         return Caller(user.name, _allowed(user, found), address)
+
+    def check_token(self, token: str, right: Sequence[str], address: str) -> None:
+        """Hold a policy's token against the right ones. Guesses count like those of keys.
+
+        Raises:
+            AuthenticationError: it is none of them.
+            RateLimitedError: too many wrong ones came from this address.
+        """
+        fingerprint = self._fingerprint(token, address)
+        if not any(hmac.compare_digest(token.encode("utf-8", "replace"), one.encode()) for one in right):
+            self._wrong_key(address, fingerprint)
+            raise unauthenticated()
+        self._limiter.succeeded(address, fingerprint)
 
     async def add(self, by: Caller, name: str, scopes: list[str], limits: dict[str, Any]) -> dict[str, Any]:
         """Create a user with a first key: {"user", "key"}. The key's secret is in this answer and nowhere else. `limits` may
@@ -212,6 +221,16 @@ class UserDirectory:
     def _save(self, by: Caller, action: str, target: str, *records: Record) -> None:
         self._store.save(*records, AuditEvent(self._now(), by.name, action, target[:200], by.address))
         logger.info("event=%s actor=%s target=%r", action, by.name, target)
+
+    def _fingerprint(self, key: str, address: str) -> str:
+        """Of what is presented. Raises: RateLimitedError when this address may not try now."""
+        fingerprint = key_digest(self._secret, key)
+        wait_s = self._limiter.wait_s(address, fingerprint, self._steady())
+        if wait_s > 0.0:
+            raise RateLimitedError(
+                "too many wrong API keys from this address", hint=f"try again in {wait_s:.0f} s", retry_after_s=wait_s
+            )
+        return fingerprint
 
     def _wrong_key(self, address: str, fingerprint: str) -> None:
         now = self._steady()

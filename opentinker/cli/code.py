@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from opentinker.config.job import RLJobConfig
+from opentinker.config.requirements import listed_requirements, missing_requirements, missing_variables
 from opentinker.errors import ConfigError, EnvironmentLoadError
 
 CODE_LIMIT_BYTES = 20 * 2**20
@@ -39,6 +40,16 @@ def relative_to_code(config: RLJobConfig, file: Path) -> RLJobConfig:
     """The config as the driver sees it: the environment's path is relative to the folder that travels."""
     name = f"{file.name}:{config.environment.name.rpartition(':')[2]}"
     return config.model_copy(update={"environment": config.environment.model_copy(update={"name": name})})
+
+
+def lacking(config: RLJobConfig, file: Path | None) -> list[str]:
+    """What the environment needs and this process does not have: packages, and variables as $NAME.
+
+    Raises:
+        ConfigError: see `listed_requirements`.
+    """
+    variables = [f"${name}" for name in missing_variables(config.environment.secrets)]
+    return missing_requirements(listed_requirements(config.environment.requirements, file)) + variables
 
 
 def pack_folder(folder: Path, *, limit_bytes: int = CODE_LIMIT_BYTES) -> bytes:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from opentinker.cli.code import environment_file, pack_folder, relative_to_code
+from opentinker.cli.code import environment_file, lacking, pack_folder, relative_to_code
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
     ConfigArgument,
@@ -38,7 +38,8 @@ def submit(
 ) -> None:
     """Submit a job from a YAML file. It runs on the cluster and does not need this terminal.
 
-    An environment given as path/to/file.py:Class travels with its folder (up to 20 MiB).
+    An environment given as path/to/file.py:Class travels with its folder (up to 20 MiB). The cluster installs what it requires
+    (environment.requirements, or a requirements.txt beside the file).
     """
     job = read_job_config(config, overrides)
     if job.leased:
@@ -51,8 +52,12 @@ def submit(
         file = environment_file(job, config.parent)
         if file is not None:
             job = relative_to_code(job, file)
-        with redirect_stdout(sys.stderr):  # stdout is for the job's id or config, not for what user code prints
-            checked_environment(job, file.parent if file else None)
+        if absent := lacking(job, file):
+            # The cluster will have it, and this machine need not.
+            err.print(f"the environment is not checked before the job runs: {', '.join(absent)} missing here", soft_wrap=True)
+        else:
+            with redirect_stdout(sys.stderr):  # stdout is for the job's id or config, not for what user code prints
+                checked_environment(job, file.parent if file else None)
     if dry_run:
         out.print(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False), end="", markup=False, soft_wrap=True)
         return

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from opentinker.cli.code import environment_file, relative_to_code
+from opentinker.cli.code import environment_file, lacking, relative_to_code
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
     ConfigArgument,
@@ -22,6 +22,7 @@ from opentinker.cli.common import (
 from opentinker.client.client import Client
 from opentinker.client.local import find_cluster
 from opentinker.client.reach import Connect
+from opentinker.errors import ConfigError
 from opentinker.training.progress import Progress
 from opentinker.training.run import checked_environment, run_rl_job
 
@@ -46,6 +47,11 @@ def train(
     if file is not None:
         job = relative_to_code(job, file)
     code_dir = file.parent if file else None
+    if absent := lacking(job, file):
+        raise ConfigError(
+            f"the environment runs in this process, which lacks {', '.join(absent)}",
+            hint="install the packages here, and set the variables; or `opentinker submit`, where the cluster provides both",
+        )
     checked_environment(job, code_dir)
     address, api_key = find_cluster(url, read_key(key), state_dir)
     with signals_as_interrupt(), Client(address, api_key, connect=connect) as client:

@@ -32,6 +32,7 @@ from opentinker.errors import (
     JobFailedError,
     NotFoundError,
     OpenTinkerError,
+    RateLimitedError,
     ServerLostError,
     UnavailableError,
 )
@@ -275,7 +276,7 @@ class Job:
         while not self._closed.wait(lease_s / 6):
             try:
                 record = self._scheduler.heartbeat(self.id, timeout_s=max(lease_s / 6, 0.5))
-            except (UnavailableError, DeadlineError) as error:
+            except (UnavailableError, DeadlineError, RateLimitedError) as error:
                 logger.warning("job=%s heartbeat failed: %s", self.id, error)
                 continue
             except OpenTinkerError as error:

@@ -1,6 +1,7 @@
 """What the HTTP clients of a job server share: retries, deadlines and errors."""
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Mapping
@@ -9,7 +10,14 @@ from typing import Any
 import httpx
 
 from opentinker.client import wire
-from opentinker.errors import AuthenticationError, DeadlineError, OpenTinkerError, UnavailableError, from_problem
+from opentinker.errors import (
+    AuthenticationError,
+    DeadlineError,
+    OpenTinkerError,
+    RateLimitedError,
+    UnavailableError,
+    from_problem,
+)
 
 ATTEMPTS = 6
 FIRST_PAUSE_S = 0.1
@@ -20,7 +28,8 @@ _TRANSIENT = frozenset({429, 502, 503, 504})
 
 class HttpClient:
     """Requests with a bearer token and msgpack bodies. Whatever is sent through it must be idempotent: it is retried
-    after connection failures and transient answers (bounded, with jitter)."""
+    after connection failures and transient answers (bounded, with jitter; where the answer says when, then, within the
+    request's deadline)."""
 
     def __init__(self, endpoint: str, token: str) -> None:
         self.endpoint = endpoint.rstrip("/")
@@ -49,7 +58,7 @@ class HttpClient:
         """
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._attempts(method, path, content, wait_s)
+                return await self._attempts(method, path, content, wait_s, deadline_s)
         except TimeoutError:
             raise DeadlineError(f"{self.endpoint} did not answer {method} {path} within {deadline_s:.0f} s") from None
 
@@ -59,12 +68,17 @@ class HttpClient:
         self._all.clear()
         self._idle.clear()
 
-    async def _attempts(self, method: str, path: str, content: bytes | None, wait_s: float) -> Any:
+    async def _attempts(self, method: str, path: str, content: bytes | None, wait_s: float, deadline_s: float) -> Any:
         url = f"{self.endpoint}{path}" + (f"?wait_s={wait_s:.3f}" if wait_s else "")
         error: OpenTinkerError = UnavailableError(f"cannot reach {self.endpoint}")
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0))
+        ends = time.monotonic() + deadline_s
+        attempt, told_s = 0, 0.0
+        while attempt < ATTEMPTS:
+            if attempt or told_s:
+                backoff_s = FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0)
+                await asyncio.sleep(max(backoff_s, told_s * random.uniform(1.0, 1.1)))
+            told_s = 0.0
+            attempt += 1
             try:
                 response = await self._send(method, url, content, ANSWER_S + wait_s)
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as cause:
@@ -77,6 +91,11 @@ class HttpClient:
             error = error_of(response, self.endpoint)
             if response.status_code not in _TRANSIENT:
                 break
+            told_s = retry_after_s(response)
+            if time.monotonic() + told_s > ends:
+                break  # it would be in vain
+            if told_s:
+                attempt -= 1  # as long as it says when, and that is in time
         raise error
 
     async def _send(self, method: str, url: str, content: bytes | None, read_s: float) -> httpx.Response:
@@ -93,6 +112,15 @@ class HttpClient:
             self._idle.append(client)
 
 
+def retry_after_s(response: httpx.Response) -> float:
+    """What an answer's Retry-After asks for, in seconds; 0 when it asks for nothing, or for a date, which none of ours does."""
+    try:
+        seconds = float(response.headers.get("retry-after", "0"))
+    except ValueError:
+        return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+
+
 def error_of(response: httpx.Response, url: str) -> OpenTinkerError:
     """The error that an unsuccessful answer describes."""
     try:
@@ -104,6 +132,8 @@ def error_of(response: httpx.Response, url: str) -> OpenTinkerError:
             f"{url} answered {response.status_code} and no problem document", hint="is this an OpenTinker server's address?"
         )
     error = from_problem(dict(problem))
+    if isinstance(error, RateLimitedError):
+        error.retry_after_s = retry_after_s(response) or error.retry_after_s
     if isinstance(error, AuthenticationError) and not error.hint:
         error.hint = "check the token"
     return error

@@ -12,7 +12,15 @@ from urllib.parse import quote
 
 import httpx
 
-from opentinker.errors import AuthenticationError, DeadlineError, OpenTinkerError, UnavailableError, from_problem
+from opentinker.client.http import retry_after_s
+from opentinker.errors import (
+    AuthenticationError,
+    DeadlineError,
+    OpenTinkerError,
+    RateLimitedError,
+    UnavailableError,
+    from_problem,
+)
 
 ATTEMPTS = 4
 PAGE = 100
@@ -21,7 +29,8 @@ _TRANSIENT = frozenset({429, 502, 503, 504})
 
 
 class SchedulerClient:
-    """One method per route. Every request is idempotent, so transient failures are retried (bounded, jittered).
+    """One method per route. Every request is idempotent, so transient failures are retried (bounded, jittered; where the answer
+    says when, then, within the request's timeout).
 
     Raises (all methods): UnavailableError, DeadlineError, or the error that the scheduler reports.
     """
@@ -68,8 +77,12 @@ class SchedulerClient:
 
     def job(self, job_id: str, *, wait_s: float = 0.0, state: str | None = None) -> dict[str, Any]:
         """A job; with `state`, waits up to `wait_s` until its state differs from it."""
-        params: dict[str, Any] = {"wait_s": wait_s, "state": state} if state is not None else {}
-        return self._call("GET", _path(job_id), params=params, wait_s=wait_s)
+        if state is None:
+            return self._call("GET", _path(job_id))
+        try:
+            return self._call("GET", _path(job_id), params={"wait_s": wait_s, "state": state}, wait_s=wait_s)
+        except RateLimitedError:  # too many wait already; looking is always possible
+            return self._call("GET", _path(job_id))
 
     def events(self, job_id: str) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = self._call("GET", f"{_path(job_id)}/events")["events"]
@@ -143,9 +156,13 @@ class SchedulerClient:
     ) -> dict[str, Any]:
         timeout_s = (timeout_s or self._timeout_s) + wait_s
         error: OpenTinkerError = UnavailableError(f"no answer from {self.url}")
-        for attempt in range(attempts):
-            if attempt:
-                time.sleep(0.2 * 2**attempt * random.uniform(0.5, 1.0))
+        ends = time.monotonic() + timeout_s
+        attempt, told_s = 0, 0.0
+        while attempt < attempts:
+            if attempt or told_s:
+                time.sleep(max(0.2 * 2**attempt * random.uniform(0.5, 1.0), told_s * random.uniform(1.0, 1.1)))
+            told_s = 0.0
+            attempt += 1
             try:
                 response = (http or self._http).request(method, path, json=json, params=params, timeout=timeout_s)
             except (httpx.InvalidURL, httpx.UnsupportedProtocol) as cause:
@@ -159,11 +176,16 @@ class SchedulerClient:
                 )
                 continue
             if response.is_success:
-                answer: dict[str, Any] = response.json()
+                answer: dict[str, Any] = response.json() if response.content else {}
                 return answer
             error = _error_of(response, self.url)
             if response.status_code not in _TRANSIENT:
                 break
+            told_s = retry_after_s(response)
+            if time.monotonic() + told_s > ends:
+                break  # it would be in vain
+            if told_s and attempts > 1:
+                attempt -= 1  # as long as it says when, and that is in time
         raise error
 
 
@@ -181,6 +203,8 @@ def _error_of(response: httpx.Response, url: str) -> OpenTinkerError:
             f"{url} answered {response.status_code} and no problem document", hint="is this an OpenTinker cluster's address?"
         )
     error = from_problem(problem)
+    if isinstance(error, RateLimitedError):
+        error.retry_after_s = retry_after_s(response) or error.retry_after_s
     if isinstance(error, AuthenticationError) and not error.hint:
         error.hint = "check the API key"
     return error

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from opentinker.client.messages import AdamParams, StopString
 from opentinker.config.base import Config, nearest, parse_config
+from opentinker.config.requirements import MAX_REQUIREMENTS, check_requirements, check_secrets
 from opentinker.errors import ConfigError
 
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -207,6 +208,15 @@ class EnvironmentConfig(Config):
     """A built-in name, or path/to/file.py:Class."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
+    requirements: Annotated[tuple[str, ...], Field(max_length=MAX_REQUIREMENTS), AfterValidator(check_requirements)] | None = (
+        None
+    )
+    """Packages that the environment's code needs, as PEP 508 requirements such as `sympy>=1.13`. The cluster installs them for
+    the driver of a submitted job, beside its own packages, which stay as they are. None = those of a `requirements.txt` beside
+    the environment's file, if there is one; an empty list = none, whatever that file says."""
+    secrets: Annotated[dict[str, str], AfterValidator(check_secrets)] = Field(default_factory=dict)
+    """Environment variable -> name of a secret of yours (`opentinker secrets set NAME`). The driver of a submitted job gets the
+    variables with the secrets' values; `opentinker train` takes them from your own environment."""
 
 
 class EvaluationConfig(Config):

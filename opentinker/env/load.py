@@ -67,7 +67,10 @@ def _import(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise EnvironmentLoadError(f"importing {path} failed: {type(error).__name__}: {error}{_line(error, path)}") from error
+        raise EnvironmentLoadError(
+            f"importing {path} failed: {type(error).__name__}: {error}{_line(error, path)}",
+            hint="packages that it needs are listed in environment.requirements" if isinstance(error, ImportError) else "",
+        ) from error
     return module
 
 

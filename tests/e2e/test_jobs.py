@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,35 @@ def test_logs_show_what_the_environment_printed(cluster: Cluster, project: Path)
     assert result.returncode == 0
     assert "hello from the environment" in result.stdout
     assert ended(cluster, job["id"])["state"] == "COMPLETED"
+
+
+def test_an_environment_gets_its_packages_and_secrets_on_the_cluster_and_its_log_keeps_them(
+    cluster: Cluster, project: Path
+) -> None:
+    wheel = project.parent / "ot_e2e_package-1.0-py3-none-any.whl"
+    info = "ot_e2e_package-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("ot_e2e_package.py", 'PROMPT = "Say something."\n')
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: ot-e2e-package\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    (project / "requirements.txt").write_text(f"ot-e2e-package @ {wheel.as_uri()}\n")
+    (project / "value").write_text("sk-tr0ub4dor\n")
+    words = 'import os\nfrom ot_e2e_package import PROMPT\nprint("the key is", os.environ["OT_E2E_KEY"])\n'
+    (project / "words.py").write_text(words)
+    secrets = ("secrets", "set", "e2e", "--from-file", project / "value", "--state-dir", cluster.state_dir)
+    assert opentinker(*secrets).returncode == 0
+    (project / "value").unlink()
+    brief = ("training.steps=1", "evaluation.at_start=false", "evaluation.at_end=false")
+    job = submitted(cluster, project, *brief, "environment.secrets.OT_E2E_KEY=e2e")
+    job = ended(cluster, job["id"])
+    assert (job["state"], job["cause"]) == ("COMPLETED", "")
+    log = opentinker("logs", job["id"], "--state-dir", cluster.state_dir).stdout
+    assert "Successfully installed ot-e2e-package-1.0" in log
+    assert "the key is [secret e2e]" in log
+    files = [path for path in [*Path(job["run_dir"]).rglob("*"), *cluster.state_dir.rglob("*")] if path.is_file()]
+    assert not any(b"sk-tr0ub4dor" in path.read_bytes() for path in files)
+    wait_until(lambda: all_slots_are_free(cluster), 20, "the job's slot is free")
 
 
 def test_an_environment_that_always_raises_fails_the_job_with_its_own_words(cluster: Cluster, project: Path) -> None:

@@ -4,10 +4,13 @@ What a server does is told by its base model's name, what a driver does by its e
 """
 
 import asyncio
+import hashlib
+import importlib
 import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -96,7 +99,7 @@ def drive(
     print("the driver is at work" + (" again" if resume else ""))
     logging.getLogger("drive").info("a log line")
     Path(run_dir, "metrics.jsonl").write_text('{"step": 1, "reward": NaN}\n{"step": 2}\n')
-    match config["environment"]["name"]:
+    match config["environment"]["name"].partition(":")[2] or config["environment"]["name"]:
         case "raises":
             raise EnvironmentLoadError("no such environment", hint="look\nagain")
         case "raises-oddly":
@@ -122,6 +125,17 @@ def drive(
             child = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
             born_with = Path("/proc/self/environ").read_text().split("\0")
             Path(run_dir, "environment").write_text("\n".join([*born_with, "", *map("=".join, os.environ.items()), "", child]))
+        case "imports":
+            modules = [importlib.import_module(name) for name in ("opentinker", *config["environment"]["args"]["modules"])]
+            Path(run_dir, "imported").write_text("\n".join([sys.executable, *(str(module.__file__) for module in modules)]))
+        case "uses-a-secret":
+            value = os.environ["THE_SECRET"]
+            Path(run_dir, "digest").write_text(hashlib.sha256(value.encode()).hexdigest())
+            print(f"printed: {value}!")
+            logging.getLogger("drive").warning("logged: %s", value)
+            subprocess.run(["sh", "-c", "echo by a child: $THE_SECRET"], check=True)
+            os.write(2, b"raw: " + value.encode() + b"\n")
+            raise EnvironmentLoadError(f"the service refused {value}")
         case "reads-its-code":
             assert code_dir is not None
             print(Path(code_dir, "pkg/mine.py").read_text())

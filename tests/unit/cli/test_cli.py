@@ -13,7 +13,7 @@ from opentinker.cli.demo import demo_config, headline
 from opentinker.cli.main import app
 
 runner = CliRunner()
-COMMANDS = ["up", "down", "submit", "train", "ps", "top", "describe", "logs", "events", "wait", "cancel", "demo"]
+COMMANDS = ["up", "down", "submit", "train", "ps", "top", "describe", "logs", "events", "wait", "cancel", "secrets", "demo"]
 ENVIRONMENT = """
 import opentinker as ot
 

@@ -22,6 +22,7 @@ from opentinker.errors import (
     DeadlineError,
     JobFailedError,
     NotFoundError,
+    RateLimitedError,
     ServerLostError,
     UnavailableError,
 )
@@ -46,11 +47,17 @@ class Memory:
         self.lease_s = 0.3
         self.code: dict[str, str] | None = None
         self.fail_calls = 0
+        self.retry_after_s: list[float] = []
         self.proxied = False
         self.pages = 1
         self.queries: list[JobQuery] = []
 
+    async def ping(self) -> None:
+        return
+
     async def authenticate(self, key: str, address: str = "") -> Caller:
+        if self.retry_after_s:
+            raise RateLimitedError("too many", retry_after_s=self.retry_after_s.pop())
         if self.fail_calls:
             self.fail_calls -= 1
             raise UnavailableError("restarting")
@@ -81,8 +88,8 @@ class Memory:
         at = int(query.cursor or 0)
         return {"jobs": [{"id": f"job-{at}"}], "next": str(at + 1) if at + 1 < self.pages else None}
 
-    async def server_of(self, job_id: str, owner: str | None, token: str | None) -> dict[str, str]:
-        return {"endpoint": self.endpoint, "token": "t"}
+    async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]:
+        return {"endpoint": self.endpoint, "token": "t", "owner": "ann"}
 
     async def job(self, owner: str, job_id: str, state: str | None, wait_s: float) -> dict[str, Any]:
         if job_id != "job-1":
@@ -211,12 +218,29 @@ def test_a_wrong_key_is_an_authentication_error(url: str) -> None:
         client.jobs()
 
 
+def test_a_scheduler_that_says_when_is_asked_then_and_a_poll_that_may_not_wait_looks(url: str, memory: Memory) -> None:
+    client = SchedulerClient(url, KEY)
+    job = client.submit({"base_model": "m"})
+    memory.retry_after_s = [1.2]
+    started = time.monotonic()
+    assert client.job(job["id"])["id"] == job["id"]
+    assert 1.2 <= time.monotonic() - started < 5.0  # told in whole seconds, so 2
+    memory.retry_after_s = [1000.0]
+    started = time.monotonic()
+    assert client.job(job["id"], state=job["state"], wait_s=0.1)["id"] == job["id"]
+    memory.retry_after_s = [1000.0]
+    with pytest.raises(RateLimitedError) as caught:
+        client.cancel(job["id"])
+    assert caught.value.retry_after_s == 1000.0
+    assert time.monotonic() - started < 2.0
+
+
 def test_transient_failures_are_retried(url: str, memory: Memory) -> None:
     memory.fail_calls = 2
     client = SchedulerClient(url, KEY)
     assert client.submit({"base_model": "m"})["id"] == "job-1"
     memory.fail_calls = 100
-    with pytest.raises(UnavailableError, match="restarting"):
+    with pytest.raises(UnavailableError, match="cannot check keys"):
         client.jobs()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from opentinker.errors import (
     AuthenticationError,
     DeadlineError,
     InvalidRequestError,
+    RateLimitedError,
     ServerLostError,
     TrainerError,
     UnavailableError,
@@ -112,6 +114,45 @@ async def served(endpoint_and_parts: tuple[str, EchoWorker, Flaky], monkeypatch:
     client = PolicyClient(endpoint, "token", "p")
     yield worker, flaky, client
     await client.close()
+
+
+class Busy:
+    """Answers 429 until the time has come, and says when that is."""
+
+    def __init__(self, app: ASGIApp, wait_s: float) -> None:
+        self.app, self.wait_s = app, wait_s
+        self.asked: list[float] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self.asked.append(time.monotonic())
+        if scope["type"] != "http" or time.monotonic() - self.asked[0] >= self.wait_s:
+            await self.app(scope, receive, send)
+            return
+        headers = [(b"retry-after", f"{self.wait_s:g}".encode()), (b"content-type", b"application/problem+json")]
+        body = b'{"code": "rate_limited", "detail": "too many", "status": 429}'
+        await send({"type": "http.response.start", "status": 429, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+@pytest.mark.parametrize("wait_s", [1.0, 100.0])
+async def test_a_server_that_says_when_is_asked_then_or_if_that_is_too_late_not_again(
+    wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.002)
+    busy = Busy(create_app(EchoWorker(), {"p": "token"}, INFO), wait_s)
+    listener = Listener(busy, "127.0.0.1")
+    client = http.HttpClient(await listener.start(), "token")
+    if wait_s < 5.0:
+        assert (await client.request("GET", "/v1/info", deadline_s=5.0))["base_model"] == "tiny"
+        assert len(busy.asked) == 2
+    else:
+        with pytest.raises(RateLimitedError) as caught:
+            await client.request("GET", "/v1/info", deadline_s=5.0)
+        assert caught.value.retry_after_s == wait_s
+        assert len(busy.asked) == 1
+    await client.close()
+    await listener.stop()
 
 
 async def test_prompts_may_be_lists_arrays_or_chunks(served: Served) -> None:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from opentinker.client.policy import PolicyClient
 from opentinker.errors import JobFailedError, ServerLostError
+from opentinker.scheduler import api
 from opentinker.scheduler.api import create_app
 from opentinker.scheduler.auth import new_api_key, new_server_secret, policy_token
 from opentinker.scheduler.proxy import TOKEN_PREFIX, is_proxied
@@ -174,6 +175,26 @@ async def test_a_client_that_hangs_up_ends_the_servers_work(url: str, key: str, 
         assert upstream.holding.is_set()
         async with asyncio.timeout(5.0):
             await upstream.hung_up.wait()
+
+
+async def test_who_waits_at_too_many_servers_is_told_when_to_come_back(
+    world: Any, key: str, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "MAX_PROXIED_EACH", 2)
+    async with served(create_app(world.service)) as url, httpx.AsyncClient() as http:
+        path, token = f"{url}{job['server']['proxy']}/v1", bearer(job["server"]["token"])
+        # With the key and with the token, it is the same user who waits.
+        holding = [asyncio.create_task(http.get(f"{path}/hold", headers=headers)) for headers in (bearer(key), token)]
+        await asyncio.sleep(0.3)
+        for headers in (bearer(key), token):
+            refused = await http.get(f"{path}/echo/x", headers=headers)
+            assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
+            assert int(refused.headers["Retry-After"]) >= 1
+        for task in holding:
+            task.cancel()
+        await asyncio.gather(*holding, return_exceptions=True)
+        await asyncio.sleep(0.3)
+        assert (await http.get(f"{path}/echo/x", headers=token)).status_code == 202
 
 
 async def test_an_answer_that_breaks_off_does_not_look_whole(url: str, key: str, job: Any) -> None:

@@ -15,6 +15,8 @@ CHANGING = {("POST", "/v1/jobs")}
 """Need `submit`. So do all that change a job, which have its id in their path."""
 READING = {("GET", "/v1/jobs"), ("GET", "/v1/cluster"), ("GET", "/v1/models"), ("GET", "/v1/openapi.json"), ("GET", "/metrics")}
 """Any valid key; they answer with what is the caller's."""
+OWN_SECRETS = re.compile(r"/v1/secrets(/.*)?")
+"""Need `submit`, and are about the caller's own, whoever calls."""
 ADMINISTRATION = re.compile(r"/v1/(users|audit)(/.*)?")
 """Need `admin`, before anything else is looked at."""
 OWN = "{job_id}"
@@ -85,6 +87,7 @@ async def test_every_route_is_of_a_known_kind(app: FastAPI) -> None:
         and path not in OPEN_PATHS
         and OWN not in path
         and not ADMINISTRATION.fullmatch(path)
+        and not OWN_SECRETS.fullmatch(path)
     ]
     assert unknown == [], "decide who may use it, and put it into a class at the top of this file"
 
@@ -142,6 +145,11 @@ async def test_who_may_only_read_changes_nothing_of_their_own(app: FastAPI, peop
     answer = await people.call("admin", "POST", "/v1/users/ann/keys", {"name": "dashboard", "scopes": ["read"]})
     people.keys["viewer"] = answer.json()["key"]
     changing = [(method, path) for method, path in routes_of(app) if OWN in path and method != "GET"]
+    secrets = [(method, path) for method, path in routes_of(app) if OWN_SECRETS.fullmatch(path)]
+    assert len(secrets) == 3
+    for method, path in secrets:
+        answer = await people.call("viewer", method, fill(path, ""), {"value": "v"} if method == "PUT" else None)
+        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), (method, path)
     for method, path in [*changing, *CHANGING]:
         answer = await people.call("viewer", method, fill(path, job_id), SUBMISSION if "{" not in path else None)
         assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), (method, path)
@@ -149,6 +157,26 @@ async def test_who_may_only_read_changes_nothing_of_their_own(app: FastAPI, peop
     assert [job["id"] for job in (await people.call("viewer", "GET", "/v1/jobs")).json()["jobs"]] == [job_id]
     assert (await people.call("viewer", "GET", f"/v1/jobs/{job_id}")).status_code == 200
     assert (await people.call("viewer", "GET", "/v1/cluster")).status_code == 200
+
+
+async def test_a_secret_is_its_owners_alone_even_by_the_same_name(people: People) -> None:
+    for who, value in (("ann", "anns-value"), ("admin", "the-admins-value")):
+        assert (await people.call(who, "PUT", "/v1/secrets/openai", {"value": value})).status_code == 200
+    for who, there in (("ann", ["openai"]), ("bob", []), ("admin", ["openai"])):
+        answer = await people.call(who, "GET", "/v1/secrets")
+        assert [secret["name"] for secret in answer.json()["secrets"]] == there
+        assert "value" not in answer.text
+    for who in ("bob", "reader"):
+        assert (await people.call(who, "DELETE", "/v1/secrets/openai")).status_code in (403, 404)
+    assert (await people.call("admin", "DELETE", "/v1/secrets/openai")).status_code == 204
+    assert len((await people.call("ann", "GET", "/v1/secrets")).json()["secrets"]) == 1
+    events = (await people.call("admin", "GET", "/v1/audit")).json()["events"]
+    done = [(event["actor"], event["action"], event["target"]) for event in events if event["action"].startswith("secret")]
+    assert done == [
+        ("admin", "secret.remove", "admin/openai"),
+        ("admin", "secret.set", "admin/openai"),
+        ("ann", "secret.set", "ann/openai"),
+    ]
 
 
 async def test_an_administrator_sees_and_cancels_everybodys_jobs_and_leaves_a_trace(people: People) -> None:

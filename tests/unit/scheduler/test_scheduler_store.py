@@ -343,6 +343,38 @@ def test_a_restart_of_the_database_is_survived(postgres: Any) -> None:
     store.close()
 
 
+def end_sessions(url: str) -> None:
+    """As a restart of the database does."""
+    engine = database.connect(url)
+    with writing(engine) as connection:
+        others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid != pg_backend_pid() AND usename = 'ot'"
+        connection.execute(text(others))
+    engine.dispose()
+
+
+def test_a_writer_whose_lock_was_lost_takes_it_again_or_writes_nothing_more(
+    postgres: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = postgres.database()
+    store = SqlStore.open(url)
+    end_sessions(url)
+    store.save(job("j1"))
+    monkeypatch.setattr(database, "PATIENCE_S", 0.1)
+    with pytest.raises(ConflictError, match="another scheduler"):
+        SqlStore.open(url)  # the lock is the first one's again
+    end_sessions(url)
+    other = SqlStore.open(url)
+    for write in (lambda: store.save(job("j2")), lambda: store.accept(job("j3")), lambda: store.save(Event("j1", 1.0, "x"))):
+        with pytest.raises(UnavailableError, match="another scheduler has taken over"):
+            write()
+    assert [j.id for j in store.live_jobs()] == ["j1"]
+    other.save(job("j4"))
+    other.close()
+    store.save(job("j5"))
+    assert [j.id for j in store.live_jobs()] == ["j1", "j4", "j5"]
+    store.close()
+
+
 # A full disk
 
 
