@@ -128,6 +128,9 @@ class RemoteScheduler:
     async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
         return await _answer(self._handle.cancel.remote(owner, job_id, by))
 
+    async def stop(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
+        return await _answer(self._handle.stop.remote(owner, job_id, by))
+
     async def logs(self, owner: str, job_id: str, offset: int, source: LogSource | None) -> dict[str, Any]:
         return await _answer(self._handle.logs.remote(owner, job_id, offset, source))
 

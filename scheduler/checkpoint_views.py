@@ -80,6 +80,8 @@ def _check_fit(name: str, found: Checkpoint, source: Job, config: JobConfig) -> 
             f"start_from: {name} was trained on the base model '{theirs.base_model}', this job has '{config.base_model}'",
             hint=f"base_model: {theirs.base_model}",
         )
+    if not config.trains:
+        return  # whatever it holds can be sampled from
     if theirs.lora != config.lora:
         raise ConfigError(
             f"start_from: {name} holds {_what(theirs.lora)}, this job trains {_what(config.lora)}",

@@ -1,5 +1,6 @@
 """The process of a submitted job's driver: everything that it prints goes to the job's driver.log."""
 
+import json
 import logging
 import os
 import traceback
@@ -8,10 +9,13 @@ from typing import Any
 
 from opentinker.errors import OpenTinkerError
 from opentinker.logfile import write_to
+from opentinker.process_group import own_process_group
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.processes import forget_secrets
 
 LOG_NAME = "driver.log"
+MARK_NAME = "driver.json"
+"""Says which driver came up last: {"server", "pid"}."""
 SERVER_LOG_NAME = "server.log"
 """Beside it: what the processes of the job's server print."""
 
@@ -22,18 +26,18 @@ class DriverProcess:
     It lives until it is killed, so that a scheduler that restarted while it ran can still fetch how it ended.
     """
 
-    def __init__(self, job_id: str, run_dir: str) -> None:
+    def __init__(self, job_id: str, server_id: str, run_dir: str) -> None:
         self._outcome: dict[str, str] | None = None
+        own_process_group()
         forget_secrets()
+        _leave_mark(Path(run_dir), server_id)
         write_to(Path(run_dir) / LOG_NAME, job=job_id)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, of which a step has hundreds
 
     def describe(self) -> dict[str, Any]:
         return {"pid": os.getpid()}
 
-    def run(
-        self, function: str, config: dict[str, Any], endpoint: str, token: str, policy: str, run_dir: str, code_dir: str | None
-    ) -> dict[str, str]:
+    def run(self, function: str, config: dict[str, Any], arguments: dict[str, Any]) -> dict[str, str]:
         """Run the driver; blocks. A second call, which Ray lets begin after the first, only returns what that one did.
 
         Returns:
@@ -41,12 +45,10 @@ class DriverProcess:
             may not unpickle elsewhere; the traceback is in the log.
         """
         if self._outcome is None:
-            self._outcome = self._run(
-                function, config, endpoint=endpoint, token=token, policy=policy, run_dir=run_dir, code_dir=code_dir
-            )
+            self._outcome = self._run(function, config, **arguments)
         return self._outcome
 
-    def _run(self, function: str, config: dict[str, Any], **arguments: str | None) -> dict[str, str]:
+    def _run(self, function: str, config: dict[str, Any], **arguments: Any) -> dict[str, str]:
         try:
             load(function)(config, **arguments)
         except OpenTinkerError as error:
@@ -56,6 +58,21 @@ class DriverProcess:
             traceback.print_exc()
             return {"cause": _one_line(f"the driver failed: {type(error).__name__}: {error}"), "code": ""}
         return {"cause": "", "code": ""}
+
+
+def came_up(run_dir: Path, server_id: str) -> bool:
+    """Whether the driver beside this server ever came up."""
+    try:
+        mark: dict[str, Any] = json.loads((run_dir / MARK_NAME).read_text())
+    except FileNotFoundError:
+        return False
+    return bool(mark["server"] == server_id)
+
+
+def _leave_mark(run_dir: Path, server_id: str) -> None:
+    draft = run_dir / f".{MARK_NAME}"
+    draft.write_text(json.dumps({"server": server_id, "pid": os.getpid()}))
+    draft.replace(run_dir / MARK_NAME)
 
 
 def _one_line(text: str) -> str:

@@ -14,8 +14,8 @@ from opentinker.scheduler.settings import HUB, RegisteredModel, Settings
 
 def _bytes_per_parameter(config: JobConfig) -> int:
     """Of GPU memory, at least: what engine and trainer hold of the base model's weights, without caches and activations."""
-    each = 4 if config.trainer.dtype == "float32" else 2
-    if str(config.kind) == "inference":
+    each = 4 if config.server().dtype == "float32" else 2
+    if not config.trains:
         return each
     # Two copies of the weights; of those that are trained also the float32 gradient, master and two moments. In float32 the
     # weight is its own master.
@@ -47,11 +47,9 @@ class ModelRegistry:
         if entry is None:
             self._check_unregistered(name, check_model)
             return
-        if entry.dtype is not None and config.trainer.dtype != entry.dtype:
-            raise ConfigError(
-                f"trainer.dtype: '{name}' is registered for {entry.dtype}, not for {config.trainer.dtype}",
-                hint=f"trainer.dtype={entry.dtype}",
-            )
+        dtype, key = config.server().dtype, "trainer.dtype" if config.trains else "dtype"
+        if entry.dtype is not None and dtype != entry.dtype:
+            raise ConfigError(f"{key}: '{name}' is registered for {entry.dtype}, not for {dtype}", hint=f"{key}={entry.dtype}")
         if not entry.location.startswith(HUB):
             try:
                 check_model(entry.location)

@@ -13,13 +13,14 @@ from ray.util.placement_group import PlacementGroup, get_placement_group, placem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
-from opentinker.scheduler.driver import LOG_NAME, DriverProcess
+from opentinker.scheduler.clearing import clear
+from opentinker.scheduler.driver import LOG_NAME, DriverProcess, came_up
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
-from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
-from opentinker.scheduler.placement import Demand, Node, parse_groups, threads_for
+from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpec
+from opentinker.scheduler.placement import Allocation, Demand, Node, parse_groups, threads_for
 from opentinker.scheduler.plan import DriverOutcome
-from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD, reap
+from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD
 from opentinker.scheduler.settings import Settings
 
 NAMESPACE = "opentinker"
@@ -205,24 +206,41 @@ class RayLauncher:
         async with asyncio.timeout(self._settings.unresponsive_s):
             parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
 
-    async def probe(self, server_id: str) -> str:
+    async def probe(self, server_id: str) -> Probe:
         parts = await self._known(server_id)
         if parts.worker is None and parts.front is None:
-            return "its server is gone"
+            return Probe("its server is gone")
         for which, actor in (("worker", parts.worker), ("front", parts.front)):
             if actor is None:
-                return f"the server's {which} process died while the scheduler was down"
+                return Probe(f"the server's {which} process died while the scheduler was down")
         front, answer = await self._ask(parts, "front", parts.front.health)
         # The worker is asked after the front: whatever the front saw of its death, this sees too, and it is the cause.
         worker, _ = await self._ask(parts, "worker", parts.worker.describe)
         if worker or front:
-            return worker or front
+            return Probe(worker or front)
         if parts.gpus is None:  # a server of an earlier life of the scheduler
             try:
                 await self._learn_gpus(parts)
             except (TimeoutError, RayError) as error:
                 logger.warning("event=gpus_unknown server=%s error=%s", server_id, type(error).__name__)
-        return "" if answer["ok"] else f"the server failed: {answer['cause']}"
+        if not answer["ok"]:
+            return Probe(f"the server failed: {answer['cause']}")
+        return Probe(idle_s=float(answer.get("idle_s", 0.0)))
+
+    async def save(self, server_id: str, policy_id: str, name: str) -> None:
+        patience_s = self._settings.last_checkpoint_s
+        parts = await self._known(server_id)
+        if parts.front is None:
+            raise ServerLostError("its server is gone")
+        try:
+            async with asyncio.timeout(patience_s + self._settings.unresponsive_s):
+                await parts.front.save.remote(policy_id, name, patience_s)
+        except TimeoutError as error:
+            raise DeadlineError(f"the server did not answer within {patience_s:g} s") from error
+        except RayActorError as error:
+            raise ServerLostError(_death("the server's front process", parts.pids.get("front"), error)) from error
+        except RayTaskError as error:
+            raise _other_side(error) from error
 
     async def _ask(self, parts: _Parts, which: str, method: Any) -> tuple[str, dict[str, Any]]:
         """(fault, answer) of a liveness call."""
@@ -243,12 +261,11 @@ class RayLauncher:
         return "", answer
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
-        functions = {"rl": self._settings.rl_driver}
-        name = f"{spec.job_id}.driver"
+        name = f"{spec.server_id}.driver"
         actor = await asyncio.to_thread(_find_actor, name)
-        came_up = (Path(spec.run_dir) / LOG_NAME).exists()
-        if actor is None and came_up:
-            return DriverOutcome(f"the driver process died while the scheduler was down; see {LOG_NAME}")
+        arrived = came_up(Path(spec.run_dir), spec.server_id)
+        if actor is None and arrived:
+            return DriverOutcome(f"the driver process died while the scheduler was down; see {LOG_NAME}", lost=True)
         if actor is None:
             actor = (
                 ray.remote(DriverProcess)
@@ -260,35 +277,42 @@ class RayLauncher:
                     # Empty from the very start: the environment that a process was born with stays readable in /proc.
                     runtime_env={"env_vars": {JOB_VARIABLE: spec.job_id, **dict.fromkeys(WITHHELD, "")}},
                 )
-                .remote(spec.job_id, spec.run_dir)
+                .remote(spec.job_id, spec.server_id, spec.run_dir)
             )
-        driver = self._drivers[spec.job_id] = _Driver(actor, came_up)
+        driver = self._drivers[spec.server_id] = _Driver(actor, arrived)
         try:
             # A driver at work answers neither of these before it is done, and then at once.
             driver.pid = int((await actor.describe.remote())["pid"])
             driver.arrived = True
-            where = (spec.endpoint, spec.token, spec.policy_id, spec.run_dir, spec.code_dir)
+            arguments = {
+                "endpoint": spec.endpoint,
+                "token": spec.token,
+                "policy": spec.policy_id,
+                "run_dir": spec.run_dir,
+                "code_dir": spec.code_dir,
+                "resume": spec.resume,
+            }
             while True:
                 try:
-                    outcome = await actor.run.remote(functions[spec.kind], spec.config, *where)
+                    outcome = await actor.run.remote(self._settings.drivers[spec.kind], spec.config, arguments)
                     break
                 except ActorUnavailableError:
                     # A connection broke. The driver runs once, however often it is asked; if it is dead, Ray says so next.
                     await asyncio.sleep(self._settings.probe_s)
         except RayActorError as error:
-            return DriverOutcome(f"{_death('the driver process', driver.pid, error)}; see {LOG_NAME}")
+            return DriverOutcome(f"{_death('the driver process', driver.pid, error)}; see {LOG_NAME}", lost=True)
         except RayTaskError as error:
             return DriverOutcome(f"the driver did not start: {_other_side(error)}")
         return DriverOutcome(outcome["cause"], outcome["code"])
 
-    async def stop_driver(self, job_id: str) -> None:
-        driver = self._drivers.pop(job_id, None)
+    async def stop_driver(self, server_id: str) -> None:
+        driver = self._drivers.pop(server_id, None)
         if driver is not None:
             await self._kill(driver.actor, on_its_way=not driver.arrived)
-        elif (actor := await asyncio.to_thread(_find_actor, f"{job_id}.driver")) is not None:
+        elif (actor := await asyncio.to_thread(_find_actor, f"{server_id}.driver")) is not None:
             ray.kill(actor)
 
-    async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
+    async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
         parts = await self._known(server_id)
         for which, actor in (("front", parts.front), ("worker", parts.worker)):
             if actor is None:
@@ -298,7 +322,8 @@ class RayLauncher:
             await self._kill(actor, on_its_way=which not in parts.pids)
         if parts.group is not None:
             remove_placement_group(parts.group)
-        left = [pid for job_id in job_ids for pid in await self._reap(job_id, node_id)]
+        whole = () if where.demand.shares_gpu else parts.gpus or ()
+        left = await self._clear(where.node_id, job_ids, whole)
         if not left:
             self._parts.pop(server_id, None)
         return left
@@ -321,15 +346,17 @@ class RayLauncher:
         except (TimeoutError, RayError) as error:
             logger.info("event=no_graceful_stop actor=%s error=%s", actor, type(error).__name__)
 
-    async def _reap(self, job_id: str, node_id: str) -> list[int]:
+    async def _clear(self, node_id: str, job_ids: list[str], gpus: tuple[int, ...]) -> str:
         """On the node where the processes are; on this one if that node is no more."""
-        limits = (self._settings.kill_after_s, self._settings.exit_timeout_s)
+        patience = (self._settings.kill_after_s, self._settings.exit_timeout_s)
         here = ray.get_runtime_context().get_node_id()
-        if node_id == here or node_id not in {node.id for node in await self.nodes()}:
-            return await asyncio.to_thread(reap, job_id, *limits)
-        task = ray.remote(reap).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        async with asyncio.timeout(sum(limits) + self._settings.placement_timeout_s):
-            left: list[int] = await task.remote(job_id, *limits)
+        alive = node_id in {node.id for node in await self.nodes()}
+        arguments = (job_ids, gpus if alive else (), *patience, self._settings.gpu_free_bytes)
+        if node_id == here or not alive:
+            return await asyncio.to_thread(clear, *arguments)
+        task = ray.remote(clear).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        async with asyncio.timeout(len(job_ids) * sum(patience) + patience[1] + self._settings.placement_timeout_s):
+            left: str = await task.remote(*arguments)
             return left
 
 

@@ -9,11 +9,11 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from opentinker.checkpoints import parse_ref
-from opentinker.config.job import InteractiveJobConfig, JobConfig, parse_job
+from opentinker.config.job import KINDS, parse_job
 from opentinker.errors import (
     ConfigError,
     ConflictError,
@@ -155,7 +155,7 @@ class SchedulerService:
             job = Job(
                 id=job_id,
                 owner=owner,
-                name=(parsed.name or _default_name(parsed))[:NAME_LENGTH],
+                name=(parsed.name or parsed.default_name())[:NAME_LENGTH],
                 kind=parsed.kind,
                 state=JobState.QUEUED,
                 config=resolved,
@@ -163,7 +163,7 @@ class SchedulerService:
                 gpus=demand.gpus,
                 cpu_slots=demand.cpu_slots,
                 created_at=now,
-                lease_expires_at=now + self._settings.lease_s if isinstance(parsed, InteractiveJobConfig) else None,
+                lease_expires_at=now + self._settings.lease_s if parsed.leased else None,
                 idempotency_key=idempotency_key,
                 code_sha256=code["sha256"].lower() if code else None,
             )
@@ -221,32 +221,43 @@ class SchedulerService:
         return self._view(job)
 
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]:
-        """End an interactive job well.
+        """End a job well that the cluster does not drive.
 
         Raises:
-            ConflictError: it is not RUNNING, or it is not interactive.
+            ConflictError: it is not RUNNING, or the cluster drives it.
         """
         job = self._owned(owner, job_id)
-        if job.lease_expires_at is None:
+        if _driven(job):
             raise ConflictError(f"job {job_id} completes by itself", hint="cancel it to end it early")
         return await self._end(owner, job, JobState.COMPLETED)
 
     async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
         """End a job in any state; one that has ended stays as it is. `by` is who does it, if not the owner."""
         job = self._owned(owner, job_id)
-        cause = "cancelled by its owner"
-        if by is not None and by.name != job.owner:
-            cause = f"cancelled by {by.name}"
-            self.users.note(by, "job.cancel", f"{job.owner}/{job_id}")
+        cause = self._by(job, by, "cancelled")
         return await self._end(owner, job, job.state if job.state.ended else JobState.CANCELLED, cause)
+
+    async def stop(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
+        """End a job as `cancel` does, but after a checkpoint of its policy, `stopped`, if it has one to save. Answers when that
+        is done, or after 15 s; the job is CANCELLED then, or later."""
+        job = self._owned(owner, job_id)
+        if job.state.ended:
+            return await self._end(owner, job, job.state)
+        self._reconciler.save_and_end(job, JobState.CANCELLED, self._by(job, by, "stopped"))
+        return await self._settled(owner, job_id)
+
+    def _by(self, job: Job, by: Caller | None, what: str) -> str:
+        """Who ended the job, for its cause. What others than the owner do to a job is noted."""
+        if by is None or by.name == job.owner:
+            return f"{what} by its owner"
+        self.users.note(by, "job.stop" if what == "stopped" else "job.cancel", f"{job.owner}/{job.id}")
+        return f"{what} by {by.name}"
 
     async def logs(self, owner: str, job_id: str, offset: int = 0, source: LogSource | None = None) -> dict[str, Any]:
         """{"text", "offset", "finished"}: a log of the job from a byte offset on; by default what `log_path` finds."""
         job = self._owned(owner, job_id)
         run_dir, ended, storage = Path(job.run_dir), job.state.ended, self._storage
-        path = await asyncio.to_thread(
-            log_path, run_dir, source, has_driver=job.kind != "interactive", ended=ended, storage=storage
-        )
+        path = await asyncio.to_thread(log_path, run_dir, source, has_driver=_driven(job), ended=ended, storage=storage)
         data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job), storage=storage)
         return {"text": data.decode(errors="replace"), "offset": offset, "finished": at_end and self._quiet(job)}
 
@@ -282,6 +293,7 @@ class SchedulerService:
             use,
             self._reconciler.waiting_for,
             lambda job: all_seen or job.owner == owner,
+            self._reconciler.unhealthy(),
         )
 
     async def exposition(self) -> str:
@@ -302,10 +314,11 @@ class SchedulerService:
             ServerLostError, JobFailedError: the job has ended.
         """
         job = self._store.job(job_id)
-        policy = next(iter(self._store.policies(job_id)), None)
+        policy = self._reconciler.policy_of(job_id)
         if owner is None:
-            right = "" if policy is None else policy_token(self._secret, policy.id)
-            if not token or not hmac.compare_digest(token.encode("utf-8", "replace"), right.encode()):
+            # Between two servers, or after the last, the earlier tokens still tell whose job it is.
+            known = self._store.policies(job_id) if policy is None else [policy]
+            if not any(_is_token(token, policy_token(self._secret, policy.id)) for policy in known):
                 raise unauthenticated()
         elif job is None or job.owner != owner:
             raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
@@ -334,12 +347,16 @@ class SchedulerService:
 
     async def _end(self, owner: str, job: Job, state: JobState, cause: str = "") -> dict[str, Any]:
         if job.state is not state:
-            job = self._reconciler.end(job, state, cause)
+            self._reconciler.end(job, state, cause)
+        return await self._settled(owner, job.id)
+
+    async def _settled(self, owner: str, job_id: str) -> dict[str, Any]:
+        """The job when it has ended and its processes are gone, or after `RELEASE_WAIT_S`."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + RELEASE_WAIT_S
-        while not self._reconciler.released(job.id) and (left := deadline - clock()) > 0:
+        while not self._quiet(self._owned(owner, job_id)) and (left := deadline - clock()) > 0:
             await self._reconciler.wait_change(left)
-        return self._view(self._owned(owner, job.id))
+        return self._view(self._owned(owner, job_id))
 
     async def _gpu_use(self, nodes: Sequence[Node]) -> dict[str, list[GpuUse]]:
         """Read at most once a second, however many ask."""
@@ -371,7 +388,8 @@ class SchedulerService:
         """The job as the API shows it. `server` is there from the time it answers until its processes are gone."""
         host = (self._hosts() if hosts is None else hosts).get(job.id)
         server = None
-        if host is not None and host[0].endpoint:
+        # One that is QUEUED again still has its earlier server for a moment.
+        if host is not None and host[0].endpoint and job.state is not JobState.QUEUED:
             server = _server_view(*host)
             server["proxy"] = f"/v1/jobs/{job.id}/server"
             if with_token and not job.state.ended:
@@ -392,6 +410,15 @@ class SchedulerService:
             "run_dir": job.run_dir,
             "server": server,
         }
+
+
+def _is_token(token: str | None, right: str) -> bool:
+    return token is not None and hmac.compare_digest(token.encode("utf-8", "replace"), right.encode())
+
+
+def _driven(job: Job) -> bool:
+    """The cluster runs a driver for it."""
+    return KINDS[job.kind].driven
 
 
 @asynccontextmanager
@@ -428,13 +455,6 @@ def _server_view(server: Server, policy: Policy) -> dict[str, Any]:
         "gpus": server.gpus,
         "cpu_slots": server.cpu_slots,
     }
-
-
-def _default_name(config: JobConfig) -> str:
-    """What a job is called whose user gave it no name: by what it trains on, or else by its model."""
-    if isinstance(config, InteractiveJobConfig):
-        return PurePath(config.base_model).name or config.base_model
-    return config.environment.name.rpartition(":")[2]
 
 
 def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:

@@ -107,11 +107,16 @@ class Settings(Config):
     """How long processes that Ray was told to kill may take to vanish before they are killed by process id."""
     exit_timeout_s: Seconds = 10.0
     """How long a process killed like that may take; one that takes longer keeps its slot."""
+    gpu_free_bytes: Annotated[int, Field(ge=0)] | None = 2 * 2**30
+    """A whole GPU is free again when NVML shows no more than this in use; None = as soon as the processes are gone."""
+    last_checkpoint_s: Seconds = 300.0
+    """How long the checkpoint may take that is written before a job is stopped, or ended at one of its limits."""
     server_host: str = "127.0.0.1"
     """Address that the servers' fronts bind."""
     worker_class: str = "opentinker.server.actors:WorkerProcess"
     front_class: str = "opentinker.server.actors:FrontProcess"
-    rl_driver: str = "opentinker.training.run:run_rl_job"
+    drivers: dict[str, str] = Field(default_factory=lambda: {"rl": "opentinker.training.run:run_rl_job"})
+    """By kind of job, what drives it on the cluster."""
     check_model: str = "opentinker.server.models:check_model"
     known_models: str = "opentinker.server.models:known_models"
     describe_model: str = "opentinker.server.models:describe_model"

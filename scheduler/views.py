@@ -128,6 +128,8 @@ class _Who(_View):
 
 class Held(_Who):
     server_state: ServerState
+    unhealthy: str
+    """Why what it holds cannot be freed, although the job has ended; empty while all is well."""
 
 
 class Waiting(_Who):

@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.checkpoints import MANIFEST, Checkpoint, checkpoints, find, parse_name, versioned
-from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch, PolicySpec, validate
+from opentinker.client.messages import (
+    TOKEN_SCORES,
+    AdamParams,
+    Datum,
+    LossConfig,
+    Minibatch,
+    PolicySpec,
+    TokenScore,
+    validate,
+)
 from opentinker.config.base import nearest
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError, UnavailableError
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import State
-from opentinker.server.sync import first_measure, publish, push
+from opentinker.server.sync import first_measure, publish, push, serve
 from opentinker.server.trainer.checkpoint import recover_all, write_checkpoint
+from opentinker.server.weights import checkpoint_weights
 from opentinker.storage import all_checkpoints
 
 log = logging.getLogger(__name__)
@@ -26,6 +36,8 @@ def execute(state: State, work: CommandWork) -> dict[str, Any]:
     Raises:
         OpenTinkerError: the command's own error; anything else is a bug or a failing device.
     """
+    if work.command not in ("create", "delete"):
+        _ = state.parts.trainer  # raises where there is none
     return _COMMANDS[work.command](state, work.policy, work.args)
 
 
@@ -33,12 +45,17 @@ def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     spec = validate(PolicySpec, args)
     if state.policies or state.parts.engine.version:
         raise ConflictError(f"this server already has a policy; '{policy}' needs a server of its own")
+    if state.parts.training is None:
+        # The scheduler chose the folder: the front lets no client name one.
+        folder = None if spec.checkpoint is None else _here(state, Path(spec.checkpoint))
+        weights = None if folder is None else checkpoint_weights(state.parts.model_dir, folder)
+        state.policies[policy] = serve(state.parts, weights)
+        return {"policy": policy, "version": 0}
     trainer = state.parts.trainer
     trainer.create_policy(policy, spec)
     try:
         state.policies[policy] = first_measure(state.parts, policy)
         if spec.checkpoint is not None:
-            # The scheduler chose the folder: the front lets no client name one.
             trainer.load(policy, _here(state, Path(spec.checkpoint)), weights_only=True)
             push(state, policy, 0)
     except Exception:
@@ -52,18 +69,21 @@ def _delete(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args)
     state.hosted(policy)
     state.drain()
-    state.parts.trainer.delete_policy(policy)
+    if state.parts.training is not None:
+        state.parts.training.delete_policy(policy)
     del state.policies[policy]
     return {}
 
 
 def _forward(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
-    _known(args, "data", "temperature")
+    _known(args, "data", "compute", "temperature")
     state.hosted(policy)
+    compute = _compute(args.get("compute", ("logprobs",)))
     temperature = _number(args.get("temperature", 1.0), "temperature")
     if not temperature > 0:
         raise InvalidRequestError("temperature must be above 0")
-    return {"logprobs": state.parts.trainer.forward(policy, _data(args), temperature=temperature)}
+    scores = state.parts.trainer.forward(policy, _data(args), compute=compute, temperature=temperature)
+    return {name: scores[name] for name in compute}
 
 
 def _forward_backward(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -203,6 +223,17 @@ def _list(value: Any, what: str) -> Sequence[Any]:
 
 def _data(args: dict[str, Any]) -> list[Datum]:
     return [Datum.from_wire(body) for body in _list(args.get("data"), "data")]
+
+
+def _compute(value: Any) -> tuple[TokenScore, ...]:
+    """What a `forward` is asked for, each once."""
+    asked = _list(value, "compute")
+    for name in asked:
+        if not isinstance(name, str) or name not in TOKEN_SCORES:
+            raise InvalidRequestError(
+                f"compute: there is no '{name}'; nothing was computed", hint=nearest(str(name), TOKEN_SCORES)
+            )
+    return tuple(name for name in TOKEN_SCORES if name in asked)
 
 
 def _minibatches(value: Any, data_count: int) -> list[Minibatch]:

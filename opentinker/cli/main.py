@@ -15,6 +15,7 @@ from opentinker.cli import (
     logs,
     models,
     ps,
+    stop,
     submit,
     top,
     train,
@@ -59,7 +60,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for _module in (up, down, submit, train, ps, top, describe, logs, events, checkpoints, models, wait, cancel, demo):
+for _module in (up, down, submit, train, ps, top, describe, logs, events, checkpoints, models, wait, stop, cancel, demo):
     _name = _module.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_module, _name))
 app.add_typer(users.users, name="users")

@@ -93,6 +93,11 @@ class SchedulerClient:
     def cancel(self, job_id: str) -> dict[str, Any]:
         return self._call("POST", f"{_path(job_id)}/cancel")
 
+    def stop(self, job_id: str) -> dict[str, Any]:
+        """End a job after a checkpoint, `stopped`. Writing it may take longer than this call: the job has ended when its state
+        says so."""
+        return self._call("POST", f"{_path(job_id)}/stop")
+
     def logs(self, job_id: str, *, offset: int = 0, source: str | None = None) -> dict[str, Any]:
         """{"text", "offset", "finished"}; `offset` continues where an earlier answer ended. `source` is "driver" or "server";
         None = the driver's, or the server's where there is no driver."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, PolicySpec
+from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, PolicySpec, TokenScore
 from opentinker.server.engine.base import LoraTensors, NamedTensors
 
 
@@ -32,8 +32,19 @@ class Trainer(Protocol):
 
     def delete_policy(self, policy: str) -> None: ...
 
-    def forward(self, policy: str, data: Sequence[Datum], *, temperature: float = 1.0) -> list[FloatArray]:
-        """Logprob of every weighted target (0 elsewhere), float32[T] per datum; no gradient."""
+    def forward(
+        self,
+        policy: str,
+        data: Sequence[Datum],
+        *,
+        compute: Sequence[TokenScore] = ("logprobs",),
+        temperature: float = 1.0,
+    ) -> dict[TokenScore, list[FloatArray]]:
+        """What is asked for of every weighted target (0 elsewhere), float32[T] per datum; no gradient.
+
+        Raises:
+            InvalidRequestError: the policy has no value head, or the data hold a token outside the vocabulary.
+        """
         ...
 
     def check(self, data: Sequence[Datum], loss: LossConfig) -> None:

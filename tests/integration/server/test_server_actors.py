@@ -29,7 +29,7 @@ def cluster() -> Iterator[None]:
 
 
 def worker_actor(base_model: str, checkpoints: Path, **storage: Any) -> Any:
-    config = {"base_model": base_model, "engine": ENGINE, "trainer": {"dtype": "float32"}}
+    config = {"base_model": base_model, "engine": ENGINE, "dtype": "float32", "trainer": {"dtype": "float32"}}
     log = str(checkpoints / "server.log")
     return ray.remote(WorkerProcess).options(max_concurrency=16).remote(config, None, str(checkpoints), "job-1", log, **storage)
 
@@ -59,7 +59,9 @@ async def test_the_actors_serve_a_policy_and_the_death_of_the_worker_is_a_typed_
     results = await asyncio.gather(*(client.sample([5, 6], SamplingParams(max_tokens=4)) for _ in range(20)))
     assert len(results) == 20
     assert (await client.publish())["version"] == 1
-    assert await front.health.remote() == {"ok": True, "cause": "", "pid": address["pid"]}
+    health = await front.health.remote()
+    assert (health["ok"], health["cause"], health["pid"]) == (True, "", address["pid"])
+    assert health["idle_s"] < 30.0
 
     running = asyncio.create_task(client.sample([5, 6], SamplingParams(max_tokens=250), n=16))
     await asyncio.sleep(0.2)
