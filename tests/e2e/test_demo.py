@@ -46,7 +46,7 @@ def test_a_demo_trains_reports_and_leaves_nothing_running(demo, tmp_path: Path, 
         assert isinstance(summary[key], float), key
     assert summary["tokens_sampled"] > 0
     report, checkpoint = Path(summary["report"]), Path(summary["checkpoint"])
-    assert report.parent.parent == tmp_path / "runs"
+    assert report.parent.parent == tmp_path / "runs" / "admin"
     assert "<svg" in report.read_text()
     assert any(checkpoint.iterdir())
     assert f"{environment}: held-out exact" in result.stderr

@@ -131,3 +131,12 @@ async def test_the_list_names_what_can_be_started_from_newest_first(world: Any) 
     }
     with pytest.raises(NotFoundError):
         await world.service.checkpoints("bob", job["id"])
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+async def test_an_inference_job_samples_from_whatever_a_checkpoint_holds(world: Any, lora: dict[str, Any] | None) -> None:
+    source = await ended(world, lora=lora)
+    folder = save(source, "final", 1, kind="full" if lora is None else "lora")
+    config = {"kind": "inference", "base_model": "some-model", "start_from": f"{source['id']}/final"}
+    await world.reach(await world.service.submit("ann", config), "RUNNING", owner="ann")
+    assert [spec.start_from for spec in world.launcher.servers.values()] == [str(folder)]
