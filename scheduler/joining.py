@@ -107,9 +107,9 @@ class JoinedNode:
         self._stack = stack
 
     @classmethod
-    def start(cls, address: str, cpu_slots: int | None = None, gpus: int | None = None) -> Self:
+    def start(cls, address: str, cpu_slots: int | None = None, gpus: int | None = None, host: str | None = None) -> Self:
         """Add this machine to the cluster whose head is at `address`. `cpu_slots` is by default half the cores, `gpus` what Ray
-        finds.
+        finds. `host` is the IP address at which the other nodes reach this one; Ray finds that too.
 
         Raises:
             ConfigError: the address is none, or the cluster's runs folder is not here.
@@ -133,7 +133,7 @@ class JoinedNode:
             _check_runs(head)
             slots = default_slots() if cpu_slots is None else cpu_slots
             stack.callback(_end_processes, mark)
-            node = _start_node(head, slots, gpus, folder, mark)
+            node = _start_node(head, host, slots, gpus, folder, mark)
             stack.callback(node.kill_all_processes, check_alive=False, allow_graceful=True)
             has = node.get_resource_and_label_spec()
             offers = Offer(node.node_id, node.node_ip_address, int(has.num_gpus or 0), slots, int(has.num_cpus or 1))
@@ -248,10 +248,10 @@ def _stderr_silenced() -> Iterator[None]:
         os.close(kept)
 
 
-def _start_node(head: Address, slots: int, gpus: int | None, folder: str, mark: str) -> Any:
+def _start_node(head: Address, host: str | None, slots: int, gpus: int | None, folder: str, mark: str) -> Any:
     parameters = RayParams(
         gcs_address=str(head),
-        node_ip_address="127.0.0.1" if is_loopback(head.host) else services.get_node_ip_address(str(head)),
+        node_ip_address=host or services.get_node_ip_address(str(head)),
         num_gpus=gpus,
         resources={CPU_SLOT: slots} if slots else {},
         object_store_memory=OBJECT_STORE_BYTES,

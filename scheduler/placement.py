@@ -39,6 +39,8 @@ class Node:
     cpus: int = 1
     gpu_groups: tuple[tuple[int, ...], ...] = ()
     """Indexes of GPUs that are close to each other (NVLink, NUMA); empty where that is unknown."""
+    address: str = ""
+    """The IP address at which the cluster's other nodes reach it."""
 
 
 @dataclass(frozen=True)

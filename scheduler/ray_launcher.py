@@ -3,7 +3,7 @@ that they can never wait for a core that the job itself holds."""
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.scheduler.driver import LOG_NAME, DriverProcess
+from opentinker.scheduler.fronts import advertised, front_host
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
@@ -32,6 +33,7 @@ WORKER_THREADS = 16
 GPU_USE_S = 3.0
 """How long a node may take to tell how busy its GPUs are."""
 _LOW_MEMORY = "low on memory"
+_NODE_DIED = "node has died"
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +87,18 @@ class RayLauncher:
             return []
 
     async def launch(self, spec: ServerSpec) -> Launched:
-        node = next((node for node in await self.nodes() if node.id == spec.node_id), None)
+        nodes = await self.nodes()
+        node = next((node for node in nodes if node.id == spec.node_id), None)
         if node is None:
             raise UnavailableError("the node died before the server started")
         parts = await self._known(spec.server_id)
         if parts.front is not None and parts.worker is None:  # the worker is always created first
             raise ServerLostError("the server's worker process died while the scheduler was down")
-        self._create(spec, node, parts)
+        self._create(spec, node, parts, front_host(self._settings.server_host, node, nodes))
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
-                return await self._start(spec, parts)
+                launched = await self._start(spec, parts)
+                return replace(launched, endpoint=advertised(launched.endpoint, node))
         except TimeoutError as error:
             raise DeadlineError(f"the server did not start within {self._settings.start_timeout_s:g} s") from error
         except RayActorError as error:
@@ -116,7 +120,7 @@ class RayLauncher:
             self._parts.setdefault(server_id, _Parts(group, worker, front))
         return self._parts[server_id]
 
-    def _create(self, spec: ServerSpec, node: Node, parts: _Parts) -> None:
+    def _create(self, spec: ServerSpec, node: Node, parts: _Parts, host: str) -> None:
         """Create what is missing."""
         demand, worker_class, front_class = spec.demand, load(self._settings.worker_class), load(self._settings.front_class)
         if parts.group is None:
@@ -155,7 +159,7 @@ class RayLauncher:
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
                     runtime_env={"env_vars": marker},
                 )
-                .remote(parts.worker, {spec.policy_id: spec.token}, self._settings.server_host, spec.job_id, spec.log_path)
+                .remote(parts.worker, {spec.policy_id: spec.token}, host, spec.job_id, spec.log_path)
             )
 
     async def _start(self, spec: ServerSpec, parts: _Parts) -> Launched:
@@ -362,11 +366,16 @@ def _node(entry: dict[str, Any]) -> Node:
         cpu_slots=int(has.get(CPU_SLOT, 0)),
         cpus=int(has.get("CPU", 1)),
         gpu_groups=parse_groups(entry.get("Labels", {}).get(GPU_GROUPS, "")),
+        address=entry["NodeManagerAddress"],
     )
 
 
 def _death(process: str, pid: int | None, error: RayActorError, when: str = "") -> str:
-    why = "the node ran low on memory" if _LOW_MEMORY in str(error) else "killed, out of memory, or crashed"
+    why = "killed, out of memory, or crashed"
+    if _LOW_MEMORY in str(error):
+        why = "the node ran low on memory"
+    elif _NODE_DIED in str(error):
+        why = "its node left the cluster, or was lost"
     words = [process, f"(pid {pid})" if pid else "", "died", when, f"({why})"]
     return " ".join(word for word in words if word)
 

@@ -67,8 +67,8 @@ class Settings(Config):
     """How long processes that Ray was told to kill may take to vanish before they are killed by process id."""
     exit_timeout_s: Seconds = 10.0
     """How long a process killed like that may take; one that takes longer keeps its slot."""
-    server_host: str = "127.0.0.1"
-    """Address that the servers' fronts bind."""
+    server_host: str = "auto"
+    """Address that the servers' fronts bind; 'auto' is loopback for a cluster on one machine, else the front's node's own."""
     worker_class: str = "opentinker.server.actors:WorkerProcess"
     front_class: str = "opentinker.server.actors:FrontProcess"
     rl_driver: str = "opentinker.training.run:run_rl_job"

@@ -10,7 +10,7 @@ import typer
 from opentinker.cli.common import DEFAULT_STATE_DIR, StateDirOption, out, signals_as_interrupt, uninterrupted
 from opentinker.errors import UnavailableError
 
-_OF_A_HEAD = ("state_dir", "runs_dir", "host", "port", "database_url", "ray_address", "ray_port", "settings")
+_OF_A_HEAD = ("state_dir", "runs_dir", "port", "database_url", "ray_address", "ray_port", "settings")
 _OF_RAY = ("cpu_slots", "gpus", "ray_port")
 
 
@@ -18,7 +18,9 @@ def up(
     ctx: typer.Context,
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
     runs_dir: Annotated[Path, typer.Option(help="Where jobs write their runs.")] = Path("runs"),
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; with --join, that of this machine which the others reach.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8780,
     cpu_slots: Annotated[
         int | None, typer.Option(min=1, help="Servers that may share this machine's CPU. Default: half the cores.")
@@ -50,7 +52,7 @@ def up(
     """
     if join is not None:
         _refuse(ctx, _OF_A_HEAD, "--join", "a node that joins takes them from the cluster that it joins")
-        _join(join, cpu_slots, gpus)
+        _join(join, cpu_slots, gpus, host if _given(ctx, ["host"]) else None)
         return
     if ray_address is not None:
         _refuse(ctx, _OF_RAY, "--ray-address", "a running Ray cluster has them already")
@@ -101,18 +103,21 @@ def how_to_join(address: str) -> list[str]:
 
 
 def _refuse(ctx: typer.Context, names: Iterable[str], beside: str, why: str) -> None:
-    sources = {name: ctx.get_parameter_source(name) for name in names}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    if given:
+    if given := _given(ctx, names):
         options = " and ".join("--" + name.replace("_", "-") for name in given)
         raise typer.BadParameter(f"{options} cannot be given with {beside}: {why}")
 
 
-def _join(address: str, cpu_slots: int | None, gpus: int | None) -> None:
+def _given(ctx: typer.Context, names: Iterable[str]) -> list[str]:
+    sources = {name: ctx.get_parameter_source(name) for name in names}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
+def _join(address: str, cpu_slots: int | None, gpus: int | None, host: str | None) -> None:
     from opentinker.scheduler.joining import JoinedNode
 
     with signals_as_interrupt():
-        node = JoinedNode.start(address, cpu_slots, gpus)
+        node = JoinedNode.start(address, cpu_slots, gpus, host)
         try:
             offers = node.offers
             out.print(f"this machine is a node of the cluster at [bold]{node.address}[/bold], as {offers.ip}")
