@@ -1,5 +1,6 @@
 """The seam between decisions and processes: what a reconciler asks of whatever runs servers and drivers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,6 +54,11 @@ class DriverSpec:
 class Launcher(Protocol):
     async def nodes(self) -> list[Node]:
         """The living nodes."""
+        ...
+
+    async def request_nodes(self, bundles: Sequence[Demand]) -> None:
+        """Ask the cluster's autoscaler, if it has one, to make room for all of these at once, with what is there already. It
+        holds until the next request."""
         ...
 
     async def gpu_use(self) -> dict[str, list[GpuUse]]:

@@ -3,11 +3,13 @@ that they can never wait for a core that the job itself holds."""
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -32,6 +34,8 @@ GPU_GROUPS = "opentinker.io/gpu-groups"
 WORKER_THREADS = 16
 GPU_USE_S = 3.0
 """How long a node may take to tell how busy its GPUs are."""
+REQUEST_S = 10.0
+"""How long Ray may take to write down what its autoscaler is asked for."""
 _LOW_MEMORY = "low on memory"
 _NODE_DIED = "node has died"
 
@@ -68,6 +72,10 @@ class RayLauncher:
 
     async def nodes(self) -> list[Node]:
         return [_node(entry) for entry in await asyncio.to_thread(ray.nodes) if entry["Alive"]]
+
+    async def request_nodes(self, bundles: Sequence[Demand]) -> None:
+        async with asyncio.timeout(REQUEST_S):
+            await asyncio.to_thread(request_resources, bundles=[_amounts(demand) for demand in bundles])
 
     async def gpu_use(self) -> dict[str, list[GpuUse]]:
         nodes = [node.id for node in await self.nodes() if node.gpus]
@@ -124,9 +132,8 @@ class RayLauncher:
         """Create what is missing."""
         demand, worker_class, front_class = spec.demand, load(self._settings.worker_class), load(self._settings.front_class)
         if parts.group is None:
-            amounts = {"GPU": demand.gpus} if demand.gpus else {CPU_SLOT: demand.cpu_slots}
             parts.group = placement_group(
-                [amounts],
+                [_amounts(demand)],
                 strategy="STRICT_PACK",
                 name=spec.server_id,
                 lifetime="detached",
@@ -330,6 +337,11 @@ class RayLauncher:
         async with asyncio.timeout(sum(limits) + self._settings.placement_timeout_s):
             left: list[int] = await task.remote(job_id, *limits)
             return left
+
+
+def _amounts(demand: Demand) -> dict[str, float]:
+    """A demand in Ray's words."""
+    return {"GPU": demand.gpus} if demand.gpus else {CPU_SLOT: demand.cpu_slots}
 
 
 def _gpu_indexes(_: Any) -> list[int]:

@@ -119,7 +119,7 @@ class SchedulerService:
                 if earlier is not None:
                     return self._view(_same(earlier, resolved, code))
             await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
-            demand = demand_of(parsed.resources, await self._launcher.nodes())
+            demand = demand_of(parsed.resources, await self._launcher.nodes(), self._reconciler.node_types)
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.runs_dir / job_id
