@@ -69,7 +69,7 @@ class Reconciler:
         self._steady = steady
         self._leases: dict[str, float] = {}
         self._looked_at = time.monotonic()
-        self._growth = Growth(launcher.request_nodes)
+        self._growth = Growth(lambda bundles: self._launcher.request_nodes(bundles))
         self.node_types = settings.node_types if settings.autoscale else ()
         """Of nodes that can be added."""
         self.metrics = SchedulerMetrics()

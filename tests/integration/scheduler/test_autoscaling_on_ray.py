@@ -106,7 +106,7 @@ def growing(run_marker: str) -> Iterator[tuple[str, dict[str, str]]]:
                 pytest.fail("".join(lines))
             yield address, environment
         finally:
-            process.terminate()
+            process.kill()  # asked to stop, it would wait half a minute for jobs that are not there
             process.communicate(timeout=30.0)
             assert reap_with("OPENTINKER_RUN", marker, 0.0, 10.0) == []
 
