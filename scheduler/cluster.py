@@ -104,7 +104,7 @@ class EmbeddedCluster:
                 # The scheduler opens it again; what is wrong with it is told better, and sooner, from here.
                 SqlStore.open(parsed.database_url or sqlite_url(state.database)).close()
                 bound = listener.getsockname()[0]
-                _bind(bound, ray_port).close()
+                _bind(bound, ray_port, "--ray-port").close()
                 ray_dir = stack.enter_context(_local_ray(bound, ray_port, cpu_slots, gpus))
             else:
                 stack.enter_context(_existing_ray(ray_address))
@@ -137,13 +137,13 @@ class EmbeddedCluster:
         self.stop()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, option: str = "--port") -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another port, or `--port 0` for any free one"
+            f"cannot listen on {host}:{port}: {error.strerror}", hint=f"choose another port, or `{option} 0` for any free one"
         ) from error
 
 

@@ -1,6 +1,6 @@
 """The seam between decisions and processes: what a reconciler asks of whatever runs servers and drivers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,8 +61,8 @@ class Launcher(Protocol):
         holds until the next request."""
         ...
 
-    async def gpu_use(self) -> dict[str, list[GpuUse]]:
-        """How busy the GPUs are, by node id; nodes that cannot tell are left out."""
+    async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
+        """How busy the GPUs of these nodes are, by default of all; nodes that cannot tell are left out."""
         ...
 
     async def launch(self, spec: ServerSpec) -> Launched:

@@ -3,7 +3,7 @@ that they can never wait for a core that the job itself holds."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,8 @@ class RayLauncher:
         async with asyncio.timeout(REQUEST_S):
             await asyncio.to_thread(request_resources, bundles=[_amounts(demand) for demand in bundles])
 
-    async def gpu_use(self) -> dict[str, list[GpuUse]]:
-        nodes = [node.id for node in await self.nodes() if node.gpus]
+    async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
+        nodes = [node.id for node in await self.nodes() if node.gpus and (node_ids is None or node.id in node_ids)]
         uses = await asyncio.gather(*(self._gpu_use_of(node_id) for node_id in nodes))
         return {node_id: use for node_id, use in zip(nodes, uses, strict=True) if use}
 

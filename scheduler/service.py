@@ -311,7 +311,9 @@ class SchedulerService:
             return {}
         async with self._reading_gpus:
             if time.monotonic() >= self._gpu_use_until:
-                self._gpu_use_read = await self._launcher.gpu_use()
+                # To Ray a node that is asked is a node at work: the autoscaler would never see an idle one.
+                used = {s.node_id for s, _ in self._store.open_servers()} if self._settings.autoscale else None
+                self._gpu_use_read = await self._launcher.gpu_use(used)
                 self._gpu_use_until = time.monotonic() + GPU_USE_FRESH_S
             return self._gpu_use_read
 

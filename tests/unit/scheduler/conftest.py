@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class LocalLauncher:
         self.use: dict[str, list[GpuUse]] = {}
         self.endpoint = "http://127.0.0.1:1"
         self.calls: list[str] = []
+        self.asked_for_use: list[Collection[str] | None] = []
         self.requested: list[tuple[Demand, ...]] = []
 
     async def nodes(self) -> list[Node]:
@@ -57,7 +58,8 @@ class LocalLauncher:
     async def request_nodes(self, bundles: Sequence[Demand]) -> None:
         self.requested.append(tuple(bundles))
 
-    async def gpu_use(self) -> dict[str, list[GpuUse]]:
+    async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
+        self.asked_for_use.append(node_ids)
         return self.use
 
     async def launch(self, spec: ServerSpec) -> Launched:

@@ -153,3 +153,17 @@ async def test_without_the_setting_nobody_is_asked_for_nodes(world: Any) -> None
     await world.interactive()
     await world.settle()
     assert world.launcher.requested == []
+
+
+async def test_looking_at_the_cluster_keeps_no_idle_node_from_going(growing: Any) -> None:
+    """A node on which Ray runs anything, be it a question about its GPUs, is no idle one."""
+    await growing.crash()
+    growing.boot()
+    growing.launcher.cluster += [Node("n2", "idle", gpus=8, cpu_slots=0), Node("n3", "busy", gpus=8, cpu_slots=0)]
+    await growing.service.cluster("admin")
+    assert growing.launcher.asked_for_use == [set()]
+    job = await growing.reach(await growing.interactive(resources={"gpus": 8}), "RUNNING")
+    growing.service._gpu_use_until = 0.0
+    await growing.service.cluster("admin")
+    (server,) = growing.launcher.servers.values()
+    assert (server.job_id, growing.launcher.asked_for_use[-1]) == (job["id"], {server.node_id})
