@@ -1,6 +1,7 @@
 """A node of this machine in a cluster that runs elsewhere: started, watched and ended by this process."""
 
 import contextlib
+import ipaddress
 import logging
 import os
 import secrets
@@ -112,10 +113,12 @@ class JoinedNode:
         finds. `host` is the IP address at which the other nodes reach this one; Ray finds that too.
 
         Raises:
-            ConfigError: the address is none, or the cluster's runs folder is not here.
+            ConfigError: an address is none, or the cluster's runs folder is not here.
             AuthenticationError: the cluster's token is missing here, or it is another one.
             UnavailableError: nothing answers there, or the node did not start.
         """
+        if host is not None:
+            _check_own(host)
         head = Address.parse(address).resolved()
         if why := head.answers(REACH_S):
             raise UnavailableError(
@@ -176,6 +179,20 @@ class Offer:
 
     def __str__(self) -> str:
         return f"{count(self.gpus, 'GPU')}, {count(self.cpu_slots, 'CPU slot')} on {count(self.cpus, 'core')}"
+
+
+def _check_own(host: str) -> None:
+    """Raises: ConfigError if it is not an IP address that this machine has."""
+    try:
+        ip = ipaddress.ip_address(host)
+        socket.create_server((host, 0), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET).close()
+    except (ValueError, OSError):
+        ip = ipaddress.ip_address("0.0.0.0")
+    if ip.is_unspecified:
+        raise ConfigError(
+            f"{host} is not an IP address of this machine",
+            hint="with --join, --host is the address at which the other nodes reach this one; leave it out to have it found",
+        )
 
 
 def _authenticate(head: Address) -> None:

@@ -38,6 +38,12 @@ def test_an_address_that_nothing_answers_at_is_told_at_once() -> None:
         JoinedNode.start(f"127.0.0.1:{port}")
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "head", "203.0.113.9", ""])
+def test_a_nodes_own_address_has_to_be_one_of_this_machine(host: str) -> None:
+    with pytest.raises(ConfigError, match="not an IP address of this machine"):
+        JoinedNode.start("127.0.0.1:1", host=host)
+
+
 class NodeProcesses:
     def __init__(self) -> None:
         self.dead: list[Any] = []
