@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
 from ray._private import node as ray_node
 from ray._private import services
 from ray._private.parameter import RayParams
@@ -39,6 +40,8 @@ from opentinker.scheduler.shared_runs import KEY, KV_NAMESPACE, check
 
 NODE_VARIABLE = "OPENTINKER_NODE"
 """Every process of a joined node carries it, and so do the jobs' children: so none is overlooked at the end."""
+NODE_DIR = f"{RAY_DIR.name}n"
+"""Prefix of the names of nodes' folders."""
 REACH_S = 5.0
 """How long the head may take to accept a connection."""
 LOOK_S = 1.0
@@ -95,6 +98,14 @@ class Address:
         return type(self)(str(family[4][0]), self.port)
 
 
+def clean_up_after_killed(parent: Path) -> None:
+    """Remove the folders of nodes whose process was killed; they carry its number."""
+    for folder in parent.glob(f"{NODE_DIR}*"):
+        number = folder.name.removeprefix(NODE_DIR).partition("-")[0]
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 class JoinedNode:
     """A node that is part of a cluster; `start` makes one. Also a context manager that takes it out again.
 
@@ -128,7 +139,8 @@ class JoinedNode:
             )
         mark = secrets.token_hex(8)
         with contextlib.ExitStack() as stack:
-            folder = tempfile.mkdtemp(prefix=RAY_DIR.name, dir=RAY_DIR.parent)
+            clean_up_after_killed(RAY_DIR.parent)
+            folder = tempfile.mkdtemp(prefix=f"{NODE_DIR}{os.getpid()}-", dir=RAY_DIR.parent)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             if is_loopback(head.host):
                 stack.enter_context(within_loopback())

@@ -38,7 +38,7 @@ def up(
     settings: Annotated[
         Path | None, typer.Option(help="YAML file of scheduler settings: quotas, shares, leases, ... (docs/scheduling.md).")
     ] = None,
-    ray_port: Annotated[int, typer.Option(help="Port at which other nodes join; 0 takes a free one.")] = 0,
+    ray_port: Annotated[int, typer.Option(min=0, max=65535, help="Port at which other nodes join; 0 takes a free one.")] = 0,
     join: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Add this machine to a running cluster, at the address that its `up` printed."),

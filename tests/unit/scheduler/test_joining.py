@@ -1,6 +1,7 @@
 """Finding a cluster's head, and noticing its end. What needs Ray is in tests/integration/scheduler/test_joining_on_ray.py."""
 
 import contextlib
+import os
 import socket
 import threading
 from pathlib import Path
@@ -42,6 +43,14 @@ def test_an_address_that_nothing_answers_at_is_told_at_once() -> None:
 def test_a_nodes_own_address_has_to_be_one_of_this_machine(host: str) -> None:
     with pytest.raises(ConfigError, match="not an IP address of this machine"):
         JoinedNode.start("127.0.0.1:1", host=host)
+
+
+def test_what_killed_nodes_left_on_disk_goes_with_the_next_start(tmp_path: Path) -> None:
+    alive, dead, other = (tmp_path / name for name in (f"ot-n{os.getpid()}-x", f"ot-n{2**30}-x", "ot-another"))
+    for folder in (alive, dead, other):
+        folder.mkdir()
+    joining.clean_up_after_killed(tmp_path)
+    assert (alive.exists(), dead.exists(), other.exists()) == (True, False, True)
 
 
 class NodeProcesses:
