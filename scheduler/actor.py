@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from opentinker.config.base import parse_config
 from opentinker.errors import DeadlineError, OpenTinkerError, UnavailableError
@@ -78,7 +79,10 @@ class SchedulerActor(SchedulerService):
 
 
 def create_scheduler(settings: Settings) -> Any:
-    """The handle of this Ray cluster's scheduler, which is created if there is none. It outlives the caller."""
+    """The handle of this Ray cluster's scheduler, which is created if there is none. It outlives the caller.
+
+    It stays on the caller's node while that lives: others may be removed again, and its state folder is there.
+    """
     actor = ray.remote(SchedulerActor).options(
         name=NAME,
         namespace=NAMESPACE,
@@ -87,6 +91,7 @@ def create_scheduler(settings: Settings) -> Any:
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=MAX_CALLS,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
     )
     return actor.remote(settings.model_dump(mode="json"))
 

@@ -1,7 +1,6 @@
 """A cluster from one command: Ray, the scheduler's actor and its HTTP API, started and stopped by this process."""
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -17,30 +16,37 @@ from typing import Any, Self
 
 import ray
 import uvicorn
-from ray._private import services
+from ray._private import ray_constants
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_put
 
 from opentinker.config.base import parse_config
 from opentinker.errors import ConfigError, ConflictError, UnavailableError
 from opentinker.scheduler.actor import RemoteScheduler, create_scheduler
 from opentinker.scheduler.api import create_app
+from opentinker.scheduler.ray_daemons import (
+    OBJECT_STORE_BYTES,
+    RAY_DIR,
+    TOKEN_VARIABLES,
+    daemons_in_own_groups,
+    default_slots,
+    is_loopback,
+    node_ip,
+    within_loopback,
+)
 from opentinker.scheduler.ray_launcher import CPU_SLOT, NAMESPACE
 from opentinker.scheduler.service import SHUTDOWN_S
 from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.shared_runs import KEY, KV_NAMESPACE, mark
 from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.store import SqlStore, sqlite_url
 from opentinker.storage import open_storage
 
-OBJECT_STORE_BYTES = 200 * 2**20
-"""Only uploads of user code and messages between actors pass through it."""
-RAY_DIR = Path("/tmp/ot-")
-"""Prefix of Ray's folders. Short: the paths of the sockets in it have to fit into 107 bytes."""
 ACTOR_START_S = 60.0
 HTTP_START_S = 10.0
 HTTP_STOP_S = 2
 KEEP_ALIVE_S = 75
 """Longer than clients keep idle connections, so that a client never sends into a closing one."""
-_RAY_TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,7 @@ class EmbeddedCluster:
         self.url = url
         self.key_path = state.api_key
         self.ray_address = ray_address
+        """Where further nodes join."""
         self._stack = stack
 
     @classmethod
@@ -69,16 +76,18 @@ class EmbeddedCluster:
         gpus: int | None = None,
         *,
         ray_address: str | None = None,
+        ray_port: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> Self:
         """Start a cluster, or with `ray_address` only serve the scheduler of an existing Ray cluster, which is created
         there if it has none and goes on after `stop`.
 
-        `port` 0 takes any free one. `cpu_slots` is by default half the cores, `gpus` what Ray finds. `settings` are further
-        fields of `Settings`.
+        `port` 0 takes any free one, and so does `ray_port`, the one that nodes join at. Ray listens where the API does: on
+        loopback only, or on all of this machine's addresses. `cpu_slots` is by default half the cores, `gpus` what Ray finds.
+        `settings` are further fields of `Settings`.
 
         Raises:
-            ConfigError: the port is in use, a folder cannot be made, a setting is wrong, or the database is a newer version's.
+            ConfigError: a port is in use, a folder cannot be made, a setting is wrong, or the database is a newer version's.
             ConflictError: a cluster already runs with this state folder, or this process already uses Ray.
             UnavailableError: Ray or the scheduler did not start.
         """
@@ -96,9 +105,12 @@ class EmbeddedCluster:
                 _clean_up_after(state.record())
                 # The scheduler opens it again; what is wrong with it is told better, and sooner, from here.
                 SqlStore.open(parsed.database_url or sqlite_url(state.database)).close()
-                ray_dir = stack.enter_context(_local_ray(cpu_slots, gpus))
+                bound = listener.getsockname()[0]
+                _bind(bound, ray_port, "--ray-port").close()
+                ray_dir = stack.enter_context(_local_ray(bound, ray_port, cpu_slots, gpus))
             else:
                 stack.enter_context(_existing_ray(ray_address))
+            _internal_kv_put(KEY, mark(parsed.runs_dir), namespace=KV_NAMESPACE)
             scheduler = create_scheduler(parsed)
             if ray_address is None:
                 stack.callback(ray.kill, scheduler, no_restart=True)
@@ -127,13 +139,13 @@ class EmbeddedCluster:
         self.stop()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, option: str = "--port") -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}", hint="choose another port, or `--port 0` for any free one"
+            f"cannot listen on {host}:{port}: {error.strerror}", hint=f"choose another port, or `{option} 0` for any free one"
         ) from error
 
 
@@ -143,26 +155,42 @@ def _url(host: str, port: int) -> str:
 
 
 @contextlib.contextmanager
-def _local_ray(cpu_slots: int | None, gpus: int | None) -> Iterator[str]:
-    """A fresh Ray cluster of this process alone, and its folder."""
+def _local_ray(bound: str, port: int, cpu_slots: int | None, gpus: int | None) -> Iterator[str]:
+    """A fresh Ray cluster that nodes can join at `port`, reachable as the API, which is bound to `bound`; and its folder."""
     _refuse_second_ray()
     # Ray generates this file too, but readable by everybody; whoever reads it can run code as this user.
-    if not any(os.environ.get(name) for name in _RAY_TOKEN_VARIABLES):
+    if not any(os.environ.get(name) for name in TOKEN_VARIABLES):
         write_secret(Path.home() / ".ray" / "auth_token", lambda: secrets.token_hex(32), shortest=1)
-    slots = max(1, (os.cpu_count() or 1) // 2) if cpu_slots is None else cpu_slots
     folder = tempfile.mkdtemp(prefix=RAY_DIR.name, dir=RAY_DIR.parent)
     try:
-        with _ray_connection(
-            address="local",
-            num_gpus=gpus,
-            resources={CPU_SLOT: slots},
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=folder,
+        with (
+            within_loopback() if is_loopback(bound) else contextlib.nullcontext(),
+            _gcs_port(port),
+            _ray_connection(
+                address="local",
+                num_gpus=gpus,
+                resources={CPU_SLOT: default_slots() if cpu_slots is None else cpu_slots},
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=folder,
+                _node_ip_address=None if is_loopback(bound) else node_ip(bound),
+            ),
         ):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _gcs_port(port: int) -> Iterator[None]:
+    """Ray's head that is started within listens at this port; 0: at any. Ray has no argument for it."""
+    if port:
+        os.environ[ray_constants.GCS_PORT_ENVIRONMENT_VARIABLE] = str(port)
+    try:
+        yield
+    finally:
+        if port:
+            os.environ.pop(ray_constants.GCS_PORT_ENVIRONMENT_VARIABLE, None)
 
 
 @contextlib.contextmanager
@@ -191,7 +219,7 @@ def _ray_connection(**arguments: Any) -> Iterator[None]:
     ray._private.worker._worker_logs_enabled = False
     try:
         try:
-            with _daemons_in_own_groups():
+            with daemons_in_own_groups():
                 ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **arguments)
         except (RayError, RuntimeError, ConnectionError, ValueError) as error:
             hint = "a cluster with a token needs RAY_AUTH_MODE=token" if isinstance(error, ConnectionError) else ""
@@ -199,20 +227,6 @@ def _ray_connection(**arguments: Any) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-@contextlib.contextmanager
-def _daemons_in_own_groups() -> Iterator[None]:
-    """Ray's processes that are started within get process groups of their own.
-
-    A terminal, `timeout` and service managers signal whole groups; Ray must outlive that, for the jobs to be ended with it.
-    """
-    start = services.ConsolePopen
-    services.ConsolePopen = functools.partial(start, process_group=0)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = start
 
 
 def _await(reference: Any, timeout_s: float, failure: str) -> Any:

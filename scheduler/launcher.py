@@ -1,5 +1,6 @@
 """The seam between decisions and processes: what a reconciler asks of whatever runs servers and drivers."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,8 +73,13 @@ class Launcher(Protocol):
         """The living nodes."""
         ...
 
-    async def gpu_use(self) -> dict[str, list[GpuUse]]:
-        """How busy the GPUs are, by node id; nodes that cannot tell are left out."""
+    async def request_nodes(self, bundles: Sequence[Demand]) -> None:
+        """Ask the cluster's autoscaler, if it has one, to make room for all of these at once, with what is there already. It
+        holds until the next request."""
+        ...
+
+    async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
+        """How busy the GPUs of these nodes are, by default of all; nodes that cannot tell are left out."""
         ...
 
     async def launch(self, spec: ServerSpec) -> Launched:

@@ -1,12 +1,14 @@
 """What jobs ask for, what nodes have and what is held: the words of placement, as pure values."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from opentinker.config.job import Resources, ServerConfig
 from opentinker.errors import ConfigError
+from opentinker.scheduler.settings import NodeType
 
 
 class Demand(NamedTuple):
@@ -39,6 +41,8 @@ class Node:
     cpus: int = 1
     gpu_groups: tuple[tuple[int, ...], ...] = ()
     """Indexes of GPUs that are close to each other (NVLink, NUMA); empty where that is unknown."""
+    address: str = ""
+    """The IP address at which the cluster's other nodes reach it."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ def roles_of(resources: Resources, nodes: Sequence[Node]) -> tuple[tuple[str, De
     return (("trainer and rollout", Demand(gpus=gpus) if gpus else Demand(cpu_slots=1)),)
 
 
-def demand_of(resources: Resources, nodes: Sequence[Node]) -> Demand:
-    """What a job's server occupies, resolved against the cluster.
+def demand_of(resources: Resources, present: Sequence[Node], kinds: Sequence[NodeType] = ()) -> Demand:
+    """What a job's server occupies, resolved against the cluster: its nodes, and the kinds that can be added.
 
     Raises:
         ConfigError: no node could ever hold it, or the layout is one that servers cannot do yet.
@@ -81,6 +85,7 @@ def demand_of(resources: Resources, nodes: Sequence[Node]) -> Demand:
             f"resources.layout: '{resources.layout}' is not served yet: trainer and rollout engine of a job share their GPUs",
             hint="leave resources.layout out, and give resources.gpus instead of trainer and rollout",
         )
+    nodes = [*present, *addable(kinds)]
     ((_, demand),) = roles_of(resources, nodes)
     if not any(node.gpus >= demand.gpus and node.cpu_slots >= demand.cpu_slots for node in nodes):
         largest = max((node.gpus if demand.gpus else node.cpu_slots for node in nodes), default=0)
@@ -102,6 +107,16 @@ def free_on(nodes: Sequence[Node], held: Sequence[Allocation]) -> dict[str, Dema
             free[allocation.node_id][0] -= allocation.demand.gpus
             free[allocation.node_id][1] -= allocation.demand.cpu_slots
     return {node_id: Demand(max(0.0, round(gpus, 4)), max(0, int(slots))) for node_id, (gpus, slots) in free.items()}
+
+
+def addable(kinds: Sequence[NodeType], nodes: Sequence[Node] = (), most: int = 64) -> list[Node]:
+    """Empty nodes as they can be added to these, at most `most` of a kind. A node counts as one of the kinds by its size."""
+    present = Counter((node.gpus, node.cpu_slots) for node in nodes)
+    return [
+        Node(f"addable-{number}.{copy}", "a node that can be added", kind.gpus, kind.cpu_slots)
+        for number, kind in enumerate(kinds)
+        for copy in range(min(most, kind.max - present[kind.gpus, kind.cpu_slots]))
+    ]
 
 
 def parse_groups(label: str) -> tuple[tuple[int, ...], ...]:

@@ -21,10 +21,15 @@ def forget_secrets() -> None:
 
 def processes_of(job_id: str) -> list[psutil.Process]:
     """Living processes on this machine that a job started, children of its actors included."""
+    return processes_with(JOB_VARIABLE, job_id)
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Living processes on this machine that were born with this variable in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(JOB_VARIABLE) == job_id and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             continue  # it ended meanwhile, or it is another user's and so not a job's
@@ -32,13 +37,18 @@ def processes_of(job_id: str) -> list[psutil.Process]:
 
 
 def reap(job_id: str, kill_after_s: float, timeout_s: float) -> list[int]:
-    """Wait until a job's processes are gone, and kill those that are not after `kill_after_s`; blocks.
+    """As `reap_with`, for a job's processes."""
+    return reap_with(JOB_VARIABLE, job_id, kill_after_s, timeout_s)
+
+
+def reap_with(variable: str, value: str, kill_after_s: float, timeout_s: float) -> list[int]:
+    """Wait until the processes that carry a variable are gone, and kill those that are not after `kill_after_s`; blocks.
 
     Returns:
         Process ids that are there after another `timeout_s` in spite of it.
     """
     started = time.monotonic()
-    while left := processes_of(job_id):
+    while left := processes_with(variable, value):
         waited_s = time.monotonic() - started
         if waited_s > kill_after_s + timeout_s:
             break

@@ -8,8 +8,8 @@ from typing import Protocol
 from opentinker.scheduler.backfill import Holder, Reservation, reserve
 from opentinker.scheduler.capacity import Capacity
 from opentinker.scheduler.fairshare import Queued, fair_share_factors, in_order
-from opentinker.scheduler.placement import Allocation, Node, Placement, Request
-from opentinker.scheduler.settings import Quota
+from opentinker.scheduler.placement import Allocation, Node, Placement, Request, addable
+from opentinker.scheduler.settings import NodeType, Quota
 from opentinker.scheduler.waiting import duration, estimate, impossible, in_line, over_quota, shortage
 
 _GPU, _CPU = 1, 2
@@ -47,6 +47,8 @@ class Policy:
     """By owner, in place of `quota`."""
     half_life_s: float = 7 * 86400.0
     patience_s: float = 86400.0
+    node_types: tuple[NodeType, ...] = ()
+    """Of nodes that can be added."""
 
     def quota_of(self, owner: str) -> Quota:
         return self.quotas.get(owner, self.quota)
@@ -91,6 +93,7 @@ class _Pass:
         self._failed: dict[tuple[Request, int], str] = {}
         self._lanes: dict[Request, int] = {}
         self._possible: dict[Request, bool] = {}
+        self._growable: dict[Request, bool] = {}
 
     def run(self, queue: Sequence[Candidate], usage: Mapping[str, float]) -> Placement:
         factors = fair_share_factors({job.owner for job in queue}, usage, self._policy.shares)
@@ -101,7 +104,7 @@ class _Pass:
                 continue
             lanes = self._lanes.get(job.request) or self._look_at(job.request)
             if not self._possible[job.request]:
-                self._waits[job.id] = impossible(job.request)
+                self._waits[job.id] = impossible(job.request, addable=self._addable(job.request))
                 continue
             heads = self._heads.get(lanes)
             why = self._overtake(job, lanes, heads) if heads else self._lead(job, lanes)
@@ -117,12 +120,21 @@ class _Pass:
             return self._start(job, placed)
         reservation = reserve(self._capacity, self._holders, job.id, job.request, self._now)
         words = f"{shortage(job.request, self._capacity)}; {estimate(reservation, self._now)}"
+        if self._addable(job.request):
+            words += ", unless a node is added before"
         if reservation is None:
             # It would fit on the empty nodes, so what holds them is on its way out: nobody overtakes meanwhile.
             reservation = Reservation(job.id, None, "", frozenset(range(len(self._nodes))), self._capacity)
         for touched in _TOUCHED[lanes]:
             self._heads.setdefault(touched, []).append(reservation)
         return words
+
+    def _addable(self, request: Request) -> bool:
+        """Whether nodes that can be added could hold the job."""
+        if request not in self._growable:
+            growth = addable(self._policy.node_types, self._nodes)
+            self._growable[request] = Capacity(growth).place(request) is not None
+        return self._growable[request]
 
     def _overtake(self, job: Candidate, lanes: int, heads: Sequence[Reservation]) -> str:
         """Start a job if that delays no head; or say why not."""

@@ -32,7 +32,8 @@ def policy_of(settings: Settings, users: Iterable[Entitled] = ()) -> Policy:
         given = {name: limit for name, limit in own.items() if limit is not None}
         if given:
             quotas[user.name] = quotas.get(user.name, settings.quota).model_copy(update=given)
-    return Policy(shares, settings.quota, quotas, settings.usage_half_life_s, settings.patience_s)
+    node_types = settings.node_types if settings.autoscale else ()
+    return Policy(shares, settings.quota, quotas, settings.usage_half_life_s, settings.patience_s, node_types)
 
 
 def check_quota(quota: Quota, demand: Demand, priority: int) -> None:

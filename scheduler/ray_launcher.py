@@ -4,12 +4,13 @@ that they can never wait for a core that the job itself holds."""
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -18,6 +19,7 @@ from opentinker.config.job import parse_job
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.scheduler.clearing import clear
 from opentinker.scheduler.driver import LOG_NAME, DriverProcess, begin_log, came_up
+from opentinker.scheduler.fronts import advertised, front_host
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpec
@@ -36,7 +38,10 @@ GPU_GROUPS = "opentinker.io/gpu-groups"
 WORKER_THREADS = 16
 GPU_USE_S = 3.0
 """How long a node may take to tell how busy its GPUs are."""
+REQUEST_S = 10.0
+"""How long Ray may take to write down what its autoscaler is asked for."""
 _LOW_MEMORY = "low on memory"
+_NODE_DIED = "node has died"
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +77,12 @@ class RayLauncher:
     async def nodes(self) -> list[Node]:
         return [_node(entry) for entry in await asyncio.to_thread(ray.nodes) if entry["Alive"]]
 
-    async def gpu_use(self) -> dict[str, list[GpuUse]]:
-        nodes = [node.id for node in await self.nodes() if node.gpus]
+    async def request_nodes(self, bundles: Sequence[Demand]) -> None:
+        async with asyncio.timeout(REQUEST_S):
+            await asyncio.to_thread(request_resources, bundles=[_amounts(demand) for demand in bundles])
+
+    async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
+        nodes = [node.id for node in await self.nodes() if node.gpus and (node_ids is None or node.id in node_ids)]
         uses = await asyncio.gather(*(self._gpu_use_of(node_id) for node_id in nodes))
         return {node_id: use for node_id, use in zip(nodes, uses, strict=True) if use}
 
@@ -90,16 +99,18 @@ class RayLauncher:
             return []
 
     async def launch(self, spec: ServerSpec) -> Launched:
-        node = next((node for node in await self.nodes() if node.id == spec.node_id), None)
+        nodes = await self.nodes()
+        node = next((node for node in nodes if node.id == spec.node_id), None)
         if node is None:
             raise UnavailableError("the node died before the server started")
         parts = await self._known(spec.server_id)
         if parts.front is not None and parts.worker is None:  # the worker is always created first
             raise ServerLostError("the server's worker process died while the scheduler was down")
-        self._create(spec, node, parts)
+        self._create(spec, node, parts, front_host(self._settings.server_host, node, nodes))
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
-                return await self._start(spec, parts)
+                launched = await self._start(spec, parts)
+                return replace(launched, endpoint=advertised(launched.endpoint, node))
         except TimeoutError as error:
             raise DeadlineError(f"the server did not start within {self._settings.start_timeout_s:g} s") from error
         except RayActorError as error:
@@ -121,13 +132,12 @@ class RayLauncher:
             self._parts.setdefault(server_id, _Parts(group, worker, front))
         return self._parts[server_id]
 
-    def _create(self, spec: ServerSpec, node: Node, parts: _Parts) -> None:
+    def _create(self, spec: ServerSpec, node: Node, parts: _Parts, host: str) -> None:
         """Create what is missing."""
         demand, worker_class, front_class = spec.demand, load(self._settings.worker_class), load(self._settings.front_class)
         if parts.group is None:
-            amounts = {"GPU": demand.gpus} if demand.gpus else {CPU_SLOT: demand.cpu_slots}
             parts.group = placement_group(
-                [amounts],
+                [_amounts(demand)],
                 strategy="STRICT_PACK",
                 name=spec.server_id,
                 lifetime="detached",
@@ -160,7 +170,7 @@ class RayLauncher:
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
                     runtime_env={"env_vars": marker},
                 )
-                .remote(parts.worker, {spec.policy_id: spec.token}, self._settings.server_host, spec.job_id, spec.log_path)
+                .remote(parts.worker, {spec.policy_id: spec.token}, host, spec.job_id, spec.log_path)
             )
 
     def _storage(self) -> dict[str, Any]:
@@ -408,6 +418,11 @@ class RayLauncher:
             return left
 
 
+def _amounts(demand: Demand) -> dict[str, float]:
+    """A demand in Ray's words."""
+    return {"GPU": demand.gpus} if demand.gpus else {CPU_SLOT: demand.cpu_slots}
+
+
 def _gpu_indexes(_: Any) -> list[int]:
     """Runs in the worker's process."""
     return [int(index) for index in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
@@ -456,11 +471,16 @@ def _node(entry: dict[str, Any]) -> Node:
         cpu_slots=int(has.get(CPU_SLOT, 0)),
         cpus=int(has.get("CPU", 1)),
         gpu_groups=parse_groups(entry.get("Labels", {}).get(GPU_GROUPS, "")),
+        address=entry["NodeManagerAddress"],
     )
 
 
 def _death(process: str, pid: int | None, error: RayActorError, when: str = "") -> str:
-    why = "the node ran low on memory" if _LOW_MEMORY in str(error) else "killed, out of memory, or crashed"
+    why = "killed, out of memory, or crashed"
+    if _LOW_MEMORY in str(error):
+        why = "the node ran low on memory"
+    elif _NODE_DIED in str(error):
+        why = "its node left the cluster, or was lost"
     words = [process, f"(pid {pid})" if pid else "", "died", when, f"({why})"]
     return " ".join(word for word in words if word)
 

@@ -13,6 +13,7 @@ from typing import Any
 from opentinker.checkpoints import parse_ref
 from opentinker.config.job import KINDS, parse_job
 from opentinker.errors import ConfigError, OpenTinkerError
+from opentinker.scheduler.autoscale import Growth, wanted
 from opentinker.scheduler.checkpoint_views import start_folder
 from opentinker.scheduler.driver import SERVER_LOG_NAME
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
@@ -83,6 +84,9 @@ class Reconciler:
         self._steady = steady
         self._leases: dict[str, float] = {}
         self._looked_at = time.monotonic()
+        self._growth = Growth(lambda bundles: self._launcher.request_nodes(bundles))
+        self.node_types = settings.node_types if settings.autoscale else ()
+        """Of nodes that can be added."""
         self.metrics = SchedulerMetrics()
         self._faults: dict[str, str] = {}
         self._outcomes: dict[str, DriverOutcome] = {}
@@ -137,7 +141,8 @@ class Reconciler:
         now = self._now()
         usage = self._queue.usage(now)
         snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy, usage)
-        for decision in plan(snapshot):
+        decisions = plan(snapshot)
+        for decision in decisions:
             try:
                 self._obey(decision)
             except OpenTinkerError as error:
@@ -146,6 +151,9 @@ class Reconciler:
             except Exception:
                 logger.exception("event=decision_failed decision=%r", decision)
         self._attend()
+        if self._settings.autoscale:
+            self._growth.want(wanted(snapshot, decisions))
+            self._spawn("autoscale", self._growth.ask)
         self._looked_at = time.monotonic()
 
     def _give_up(self, decision: Decision, error: OpenTinkerError) -> None:

@@ -150,7 +150,7 @@ class SchedulerService:
                 async with _storage_answers():
                     resolved["start_from"] = str(await asyncio.to_thread(resolve_start, ref, source, parsed, self._storage))
             nodes = await self._launcher.nodes()
-            demand = demand_of(parsed.resources, nodes)
+            demand = demand_of(parsed.resources, nodes, self._reconciler.node_types)
             await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use(nodes))
             self.vault.check(owner, _secrets_named(parsed).values())
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
@@ -375,7 +375,9 @@ class SchedulerService:
             return {}
         async with self._reading_gpus:
             if time.monotonic() >= self._gpu_use_until:
-                self._gpu_use_read = await self._launcher.gpu_use()
+                # To Ray a node that is asked is a node at work: the autoscaler would never see an idle one.
+                used = {s.node_id for s, _ in self._store.open_servers()} if self._settings.autoscale else None
+                self._gpu_use_read = await self._launcher.gpu_use(used)
                 self._gpu_use_until = time.monotonic() + GPU_USE_FRESH_S
             return self._gpu_use_read
 

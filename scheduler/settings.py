@@ -64,6 +64,17 @@ class RegisteredModel(Config):
         return self.path if self.path.startswith("/") else HUB + self.path
 
 
+class NodeType(Config):
+    """A kind of node that Ray's autoscaler can add to the cluster."""
+
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs of one such node."""
+    cpu_slots: Annotated[int, Field(ge=0)] = 0
+    """CPU slots of one such node (its amount of the Ray resource `cpu_slot`)."""
+    max: Annotated[int, Field(ge=1)] = 1
+    """Most of them that there can be."""
+
+
 class Settings(Config):
     """Import paths are `module:name`; they are resolved in the cluster's processes, never when this package is imported."""
 
@@ -95,6 +106,10 @@ class Settings(Config):
     """Fair share: what was used this long ago counts half."""
     patience_s: Seconds = 86400.0
     """Fair share: a job that has waited this long goes before all new ones of its priority, whatever its owner used."""
+    autoscale: bool = False
+    """Ask Ray's autoscaler for nodes while jobs wait for some. Nothing comes of it in a cluster without an autoscaler."""
+    node_types: tuple[NodeType, ...] = ()
+    """With `autoscale`, what can be added: a job that fits such a node is accepted although there is none yet."""
     placement_timeout_s: Seconds = 30.0
     """How long Ray may take to grant what the scheduler counted as free."""
     start_timeout_s: Seconds = 1800.0
@@ -113,8 +128,8 @@ class Settings(Config):
     """A whole GPU is free again when NVML shows no more than this in use; None = as soon as the processes are gone."""
     last_checkpoint_s: Seconds = 300.0
     """How long the checkpoint may take that is written before a job is stopped, or ended at one of its limits."""
-    server_host: str = "127.0.0.1"
-    """Address that the servers' fronts bind."""
+    server_host: str = "auto"
+    """Address that the servers' fronts bind; 'auto' is loopback for a cluster on one machine, else the front's node's own."""
     worker_class: str = "opentinker.server.actors:WorkerProcess"
     front_class: str = "opentinker.server.actors:FrontProcess"
     drivers: dict[str, str] = Field(default_factory=lambda: {"rl": "opentinker.training.run:run_rl_job"})

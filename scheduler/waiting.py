@@ -42,8 +42,10 @@ def estimate(reservation: Reservation | None, now: float) -> str:
     return f"estimated after {reservation.after} (in {duration(reservation.at - now)})"
 
 
-def impossible(request: Request) -> str:
-    """For a job that the present nodes could not even hold when empty."""
+def impossible(request: Request, *, addable: bool) -> str:
+    """For a job that the present nodes could not even hold when empty. `addable`: nodes could be added that can."""
+    if addable:
+        return f"{needs(request)}; waits for a node to be added"
     return f"{needs(request)}; the nodes that are up now are too small for that, also when nothing runs"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from opentinker.errors import EngineError, EnvironmentLoadError, ServerLostError, UnknownModelError
 from opentinker.logfile import write_to
+from opentinker.server.listener import Listener
 
 MODELS = ("fine", "slow", "hangs", "broken", "crashes", "bears-a-child", "deaf")
 
@@ -56,15 +57,23 @@ class WorkerProcess:
             time.sleep(1000.0)
 
 
+async def answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """An ASGI app that says which process it is."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(os.getpid()).encode()})
+
+
 class FrontProcess:
     def __init__(self, worker_handle: Any, tokens: dict[str, str], host: str, job_id: str, log_path: str) -> None:
         write_to(Path(log_path), job=job_id, process="front")
         self.tokens = tokens
+        self.listener = Listener(answer, host)
         self.calls: list[str] = []
         self.born = time.monotonic()
 
     async def start(self) -> dict[str, Any]:
-        return {"endpoint": "http://127.0.0.1:1", "pid": os.getpid()}
+        return {"endpoint": await self.listener.start(), "pid": os.getpid()}
 
     async def attach(self, info: dict[str, Any]) -> None:
         assert info["threads"]

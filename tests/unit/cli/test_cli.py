@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from opentinker.cli import demo as demo_module
 from opentinker.cli.demo import demo_config, headline
 from opentinker.cli.main import app
+from opentinker.cli.up import how_to_join
 
 runner = CliRunner()
 COMMANDS = ["up", "down", "submit", "train", "ps", "top", "describe", "logs", "events", "wait", "cancel", "secrets", "demo"]
@@ -194,3 +195,24 @@ def test_the_local_key_is_used_for_the_local_cluster_only(tmp_path: Path, monkey
     assert find_cluster(None, None, tmp_path)[1] == "secret"
     (tmp_path / "cluster.json").write_text(json.dumps({"url": "http://127.0.0.1:8780", "pid": 2**22 + 1}))
     assert find_cluster("http://127.0.0.1:8780", None, tmp_path)[1] == "from-the-environment"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--join", "head:1", "--port", "8780"], "--port cannot be given with --join"),
+        (["--join", "head:1", "--state-dir", "x", "--ray-address", "auto"], "--state-dir and --ray-address cannot be given"),
+        (["--ray-address", "auto", "--gpus", "1"], "--gpus cannot be given with --ray-address"),
+    ],
+)
+def test_options_of_up_that_make_no_sense_together_are_refused(options: list[str], complaint: str) -> None:
+    result = runner.invoke(app, ["up", *options], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert result.exit_code == 2
+    assert complaint in plain(result.output)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:6379", "[::1]:6379", "10.0.0.5:6379"])
+def test_up_tells_how_to_join_and_who_can(address: str) -> None:
+    lines = how_to_join(address)
+    assert f"opentinker up --join {address}" in lines[0]
+    assert ("on this machine" in lines[0]) == (address != "10.0.0.5:6379")

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from opentinker.errors import EngineError, OpenTinkerError, UnknownModelError
 from opentinker.scheduler.auth import new_server_secret
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpec
-from opentinker.scheduler.placement import Allocation, Node
+from opentinker.scheduler.placement import Allocation, Demand, Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.service import SchedulerService
 from opentinker.scheduler.settings import Settings
@@ -54,11 +54,17 @@ class LocalLauncher:
         self.use: dict[str, list[GpuUse]] = {}
         self.endpoint = "http://127.0.0.1:1"
         self.calls: list[str] = []
+        self.asked_for_use: list[Collection[str] | None] = []
+        self.requested: list[tuple[Demand, ...]] = []
 
     async def nodes(self) -> list[Node]:
         return self.cluster
 
-    async def gpu_use(self) -> dict[str, list[GpuUse]]:
+    async def request_nodes(self, bundles: Sequence[Demand]) -> None:
+        self.requested.append(tuple(bundles))
+
+    async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
+        self.asked_for_use.append(node_ids)
         return self.use
 
     async def launch(self, spec: ServerSpec) -> Launched:
