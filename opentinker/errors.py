@@ -118,6 +118,12 @@ class ContextOverflowError(InvalidRequestError):
     code = "context_overflow"
 
 
+class VersionNotServedError(ConflictError):
+    """A sample was asked of a policy version that is not the live one."""
+
+    code = "version_not_served"
+
+
 class SequenceGapError(ConflictError):
     """A command's predecessor did not arrive in time."""
 

@@ -109,9 +109,14 @@ class RemoteScheduler:
         return await _answer(self._handle.authenticate.remote(key, address))
 
     async def submit(
-        self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: dict[str, str] | None
+        self,
+        owner: str,
+        config: dict[str, Any],
+        idempotency_key: str | None,
+        code: dict[str, str] | None,
+        may_name: str | None = None,
     ) -> dict[str, Any]:
-        return await _answer(self._handle.submit.remote(owner, config, idempotency_key, code))
+        return await _answer(self._handle.submit.remote(owner, config, idempotency_key, code, may_name))
 
     async def jobs(self, owner: str, query: JobQuery) -> dict[str, Any]:
         return await _answer(self._handle.jobs.remote(owner, query))
@@ -131,11 +136,20 @@ class RemoteScheduler:
     async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
         return await _answer(self._handle.cancel.remote(owner, job_id, by))
 
+    async def stop(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
+        return await _answer(self._handle.stop.remote(owner, job_id, by))
+
     async def logs(self, owner: str, job_id: str, offset: int, source: LogSource | None) -> dict[str, Any]:
         return await _answer(self._handle.logs.remote(owner, job_id, offset, source))
 
     async def metrics(self, owner: str, job_id: str, after: int) -> dict[str, Any]:
         return await _answer(self._handle.metrics.remote(owner, job_id, after))
+
+    async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]:
+        return await _answer(self._handle.checkpoints.remote(owner, job_id))
+
+    async def models(self) -> list[dict[str, Any]]:
+        return await _answer(self._handle.models.remote())
 
     async def cluster(self, owner: str) -> dict[str, Any]:
         return await _answer(self._handle.cluster.remote(owner))

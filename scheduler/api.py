@@ -51,7 +51,12 @@ class Scheduler(Protocol):
     async def ping(self) -> None: ...
     async def authenticate(self, key: str, address: str = "") -> Caller: ...
     async def submit(
-        self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: dict[str, str] | None
+        self,
+        owner: str,
+        config: dict[str, Any],
+        idempotency_key: str | None,
+        code: dict[str, str] | None,
+        may_name: str | None = None,
     ) -> dict[str, Any]: ...
     async def jobs(self, owner: str, query: JobQuery) -> dict[str, Any]: ...
     async def job(self, owner: str, job_id: str, state: str | None, wait_s: float) -> dict[str, Any]: ...
@@ -59,8 +64,11 @@ class Scheduler(Protocol):
     async def heartbeat(self, owner: str, job_id: str) -> dict[str, Any]: ...
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]: ...
     async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]: ...
+    async def stop(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]: ...
     async def logs(self, owner: str, job_id: str, offset: int, source: LogSource | None) -> dict[str, Any]: ...
     async def metrics(self, owner: str, job_id: str, after: int) -> dict[str, Any]: ...
+    async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]: ...
+    async def models(self) -> list[dict[str, Any]]: ...
     async def cluster(self, owner: str) -> dict[str, Any]: ...
     async def exposition(self) -> str: ...
     async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]: ...
@@ -123,7 +131,7 @@ def create_app(scheduler: Scheduler) -> FastAPI:
         code = body.code.model_dump() if body.code else None
         caller = caller_of(request)
         caller.need(records.Scope.SUBMIT)
-        return JSONResponse(await scheduler.submit(caller.name, body.config, body.idempotency_key, code), 201)
+        return JSONResponse(await scheduler.submit(caller.name, body.config, body.idempotency_key, code, _owner(request)), 201)
 
     @app.get("/v1/jobs", response_model=views.JobPage)
     async def jobs(request: Request, query: Annotated[JobQuery, Query()]) -> JSONResponse:
@@ -158,6 +166,11 @@ def create_app(scheduler: Scheduler) -> FastAPI:
         with ends.held(caller.name):
             return JSONResponse(_shown(request, await scheduler.cancel(owner, job_id, caller)))
 
+    @app.post("/v1/jobs/{job_id}/stop", response_model=views.JobView)
+    async def stop(request: Request, job_id: str) -> JSONResponse:
+        owner, caller = await changing(request, job_id), caller_of(request)
+        return JSONResponse(_shown(request, await scheduler.stop(owner, job_id, caller)))
+
     @app.get("/v1/jobs/{job_id}/logs", response_model=views.Logs)
     async def logs(request: Request, job_id: str, offset: int = 0, source: LogSource | None = None) -> JSONResponse:
         return JSONResponse(await scheduler.logs(_owner(request), job_id, offset, source))
@@ -165,6 +178,14 @@ def create_app(scheduler: Scheduler) -> FastAPI:
     @app.get("/v1/jobs/{job_id}/metrics", response_model=views.MetricRows)
     async def metrics(request: Request, job_id: str, after: int = 0) -> JSONResponse:
         return JSONResponse(await scheduler.metrics(_owner(request), job_id, after))
+
+    @app.get("/v1/jobs/{job_id}/checkpoints", response_model=views.Checkpoints)
+    async def checkpoints(request: Request, job_id: str) -> JSONResponse:
+        return JSONResponse({"checkpoints": await scheduler.checkpoints(_owner(request), job_id)})
+
+    @app.get("/v1/models", response_model=views.Models)
+    async def models() -> JSONResponse:
+        return JSONResponse({"models": await scheduler.models()})
 
     @app.get("/v1/cluster", response_model=views.ClusterView)
     async def cluster(request: Request) -> JSONResponse:

@@ -29,6 +29,7 @@ from opentinker.scheduler.service import SHUTDOWN_S
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.store import SqlStore, sqlite_url
+from opentinker.storage import open_storage
 
 OBJECT_STORE_BYTES = 200 * 2**20
 """Only uploads of user code and messages between actors pass through it."""
@@ -87,6 +88,7 @@ class EmbeddedCluster:
         with contextlib.ExitStack() as stack:
             state.create()
             stack.enter_context(state.held())
+            open_storage(parsed.remote_storage, parsed.runs_dir)  # a URL that cannot be used is told here, and at once
             # The port comes first: it is what most often is wrong, and Ray takes seconds.
             listener = stack.enter_context(_bind(host, port))
             ray_dir: str | None = None

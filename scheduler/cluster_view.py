@@ -21,13 +21,14 @@ def cluster_view(
     use: Mapping[str, Sequence[GpuUse]],
     waiting_for: Callable[[Job], str],
     sees: Callable[[Job], bool],
+    unhealthy: Mapping[str, str],
 ) -> dict[str, Any]:
     """{"nodes", "queue", "queued", "running"}. `servers` are those that hold something, with their jobs; of a job that the
-    caller does not see (`sees`), only the owner and the amounts are told."""
+    caller does not see (`sees`), only the owner and the amounts are told. `unhealthy`: by server, why it stays."""
     free = free_on(nodes, [Allocation(s.node_id, Demand(s.gpus, s.cpu_slots)) for s, _ in servers])
     return {
         "nodes": [
-            _node(node, free[node.id], [s for s in servers if s[0].node_id == node.id], use.get(node.id, ()), sees)
+            _node(node, free[node.id], [s for s in servers if s[0].node_id == node.id], use.get(node.id, ()), sees, unhealthy)
             for node in nodes
         ],
         "queue": [_waiting(job, waiting_for(job), sees(job)) for job in queue],
@@ -42,6 +43,7 @@ def _node(
     servers: Sequence[tuple[Server, Sequence[Job]]],
     use: Sequence[GpuUse],
     sees: Callable[[Job], bool],
+    unhealthy: Mapping[str, str],
 ) -> dict[str, Any]:
     return {
         "id": node.id,
@@ -50,14 +52,15 @@ def _node(
         "free_gpus": free.gpus,
         "cpu_slots": node.cpu_slots,
         "free_cpu_slots": free.cpu_slots,
-        "held": [_held(server, job, sees(job)) for server, jobs in servers for job in jobs],
+        "held": [_held(server, job, sees(job), unhealthy.get(server.id, "")) for server, jobs in servers for job in jobs],
         "gpu_use": [asdict(gpu) for gpu in use],
     }
 
 
-def _held(server: Server, job: Job, seen: bool) -> dict[str, Any]:
+def _held(server: Server, job: Job, seen: bool, unhealthy: str) -> dict[str, Any]:
     return {
         **_who(job, seen),
+        "unhealthy": unhealthy,
         "server_state": server.state,
         "gpus": server.gpus,
         "cpu_slots": server.cpu_slots,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from opentinker.scheduler.gpus import GpuUse
-from opentinker.scheduler.placement import Demand, Node
+from opentinker.scheduler.placement import Allocation, Demand, Node
 from opentinker.scheduler.plan import DriverOutcome
 
 
@@ -25,6 +25,8 @@ class ServerSpec:
     checkpoint_root: str
     log_path: str
     """The file that the server's processes append their output to."""
+    start_from: str = ""
+    """The folder of the checkpoint whose weights the policy starts from."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,19 @@ class Launched:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """What a look at a launched server found."""
+
+    fault: str = ""
+    """Why it is dead; empty while it lives."""
+    idle_s: float = 0.0
+    """For how long it has had nothing to do."""
+
+
+@dataclass(frozen=True)
 class DriverSpec:
     job_id: str
+    server_id: str
     node_id: str
     kind: str
     config: dict[str, Any]
@@ -48,6 +61,8 @@ class DriverSpec:
     token: str = field(repr=False)
     run_dir: str
     code_dir: str | None
+    resume: bool
+    """An earlier driver of this job was lost: go on from the last checkpoint."""
     secrets: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)
     """{environment variable: (secret's name, its value)}. The driver alone gets them, with the call that starts it."""
 
@@ -74,23 +89,31 @@ class Launcher(Protocol):
         """Indexes of the GPUs that a server was given on its node; empty as long as that is not known."""
         ...
 
-    async def probe(self, server_id: str) -> str:
-        """Why a launched server is dead; empty while it lives. Also of servers that an earlier scheduler launched."""
+    async def probe(self, server_id: str) -> Probe:
+        """How a launched server is. Also one that an earlier scheduler launched."""
+        ...
+
+    async def save(self, server_id: str, policy_id: str, name: str) -> None:
+        """Have a server write a checkpoint, after what it does now.
+
+        Raises:
+            OpenTinkerError: it could not, or not in time.
+        """
         ...
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
-        """Run a job's driver to its end, whatever that is; one that already runs, or ran, is not run again."""
+        """Run a server's driver to its end, whatever that is; one that already runs, or ran, is not run again."""
         ...
 
-    async def stop_driver(self, job_id: str) -> None:
-        """Kill a job's driver, if it has one."""
+    async def stop_driver(self, server_id: str) -> None:
+        """Kill a server's driver, if it has one."""
         ...
 
-    async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
+    async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
         """Stop a server (also one that is half started, or unknown after a restart) and wait for its jobs' processes to
-        be gone.
+        be gone, and for the memory of GPUs that it had to itself.
 
         Returns:
-            Process ids that could not be got rid of; call again.
+            Why what it held is not free yet; empty when it is. Call again.
         """
         ...

@@ -26,6 +26,10 @@ class JobView:
     submitted_at: float = 0.0
     holds_since: float | None = None
     """When it was given its resources; None while QUEUED, or when that is not known any more."""
+    idle_limit_s: float | None = None
+    idle_end: JobState = JobState.FAILED
+    """How it ends when its server was idle for that long."""
+    restarts_left: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class ServerView:
     """Jobs with a policy on it."""
     fault: str = ""
     """Why it did not start or why it died; empty while all is well."""
+    idle_s: float = 0.0
+    """How long it has had nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class DriverOutcome:
 
     cause: str = ""
     code: str = ""
+    lost: bool = False
+    """Its process died: nothing is wrong with the job itself, as far as anybody knows."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +96,26 @@ class End:
     job_id: str
     state: JobState
     cause: str = ""
+    save: bool = False
+    """Write a checkpoint first: the job reached a limit, and its server is well."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Back into the queue: what ran the job is lost, not the job."""
+
+    job_id: str
+    cause: str
 
 
 @dataclass(frozen=True)
 class Stop:
-    """No living job needs the server."""
+    """No job needs the server any more."""
 
     server_id: str
 
 
-Decision = Start | Wait | Run | End | Stop
+Decision = Start | Wait | Run | End | Restart | Stop
 
 
 def plan(snapshot: Snapshot) -> list[Decision]:
@@ -110,12 +128,14 @@ def plan(snapshot: Snapshot) -> list[Decision]:
         decision = _fate(job, servers.get(job.id), snapshot)
         if decision is not None:
             decisions.append(decision)
+        elif job.id in servers and job.state is JobState.QUEUED:
+            # A restart. Two incarnations of a job would write to the same files.
+            decisions.append(Wait(job.id, "its earlier server to be gone"))
         elif job.state is JobState.QUEUED:
             queue.append(job)
         if job.state is not JobState.QUEUED:
             living[job.id] = job
-    live = {job.id for job in snapshot.jobs}
-    decisions += [Stop(server.id) for server in snapshot.servers if not live.intersection(server.jobs)]
+    decisions += [Stop(server.id) for server in snapshot.servers if not living.keys() & server.jobs]
     if queue:
         holders = [_holder(server, living, snapshot.now) for server in snapshot.servers]
         usage, held = _taken(living.values(), snapshot)
@@ -159,15 +179,24 @@ def _fate(job: JobView, server: ServerView | None, snapshot: Snapshot) -> Decisi
     if job.state is JobState.QUEUED:
         return None
     if server is None:
-        return End(job.id, JobState.FAILED, "its server is gone")
+        return _lost(job, "its server is gone")
     outcome = snapshot.outcomes.get(job.id) if job.state is JobState.RUNNING else None
     if outcome is not None and not outcome.cause:
         return End(job.id, JobState.COMPLETED)
     # A server's death comes before a driver's failure: it is the cause, and the failure its echo.
     if server.fault:
-        return End(job.id, JobState.FAILED, server.fault)
+        return _lost(job, server.fault)
     if outcome is not None:
-        return End(job.id, JobState.FAILED, outcome.cause)
+        return _lost(job, outcome.cause) if outcome.lost else End(job.id, JobState.FAILED, outcome.cause)
+    running = job.state is JobState.RUNNING
     if job.time_limit_s is not None and snapshot.now >= _ends_at(job):
-        return End(job.id, JobState.FAILED, f"reached its time limit of {duration(job.time_limit_s)}")
+        cause = f"reached its time limit of {duration(job.time_limit_s)}"
+        return End(job.id, JobState.FAILED, cause, save=running)
+    if running and job.idle_limit_s is not None and server.idle_s >= job.idle_limit_s:
+        cause = f"its server was idle for {duration(job.idle_limit_s)}, its limit"
+        return End(job.id, job.idle_end, cause, save=True)
     return Run(job.id) if job.state is JobState.STARTING and server.state is ServerState.READY else None
+
+
+def _lost(job: JobView, cause: str) -> End | Restart:
+    return Restart(job.id, cause) if job.restarts_left > 0 else End(job.id, JobState.FAILED, cause)

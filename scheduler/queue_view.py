@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from opentinker.config.base import parse_config
-from opentinker.config.job import Scheduling
+from opentinker.config.job import KINDS, Scheduling
 from opentinker.errors import ConfigError
 from opentinker.scheduler.fairshare import UsageLedger, cost_of
 from opentinker.scheduler.placement import Demand
@@ -43,8 +43,8 @@ class QueueView:
         """Jobs that have not ended, in the order of their submission."""
         rows = self._store.live_queue()
         unknown = [row.id for row in rows if row.id not in self._views]
-        schedulings = self._schedulings(unknown) if unknown else {}
-        views = [self._view(row, schedulings) for row in rows]
+        configs = self._configs(unknown) if unknown else {}
+        views = [self._view(row, configs) for row in rows]
         self._views = {view.id: view for view in views}
         return views
 
@@ -57,22 +57,23 @@ class QueueView:
         if (view := self._views.get(job_id)) is not None:
             self._views[job_id] = replace(view, state=JobState.STARTING, holds_since=now)
 
-    def ended(self, job: Job, now: float) -> None:
-        """The job, given as it was before, has ended."""
+    def released(self, job: Job, now: float) -> None:
+        """The job, given as it was before, has ended, or goes back into the queue."""
         view = self._views.pop(job.id, None)
         if job.state is not JobState.QUEUED:
             since = view.holds_since if view is not None else self._store.holding_since(job.id)
             if since is not None:
                 self._ledger.charge(job.owner, cost_of([Demand(job.gpus, job.cpu_slots)]), since, now)
 
-    def _view(self, row: LiveJob, schedulings: dict[str, Scheduling]) -> JobView:
+    def _view(self, row: LiveJob, configs: dict[str, dict[str, Any]]) -> JobView:
         view = self._views.get(row.id)
         if view is not None and view.state is row.state and view.lease_expires_at == row.lease_expires_at:
             return view
         if view is not None:
             since = None if row.state is JobState.QUEUED else view.holds_since
             return replace(view, state=row.state, lease_expires_at=row.lease_expires_at, holds_since=since)
-        scheduling = schedulings[row.id]
+        config = configs[row.id]
+        scheduling = scheduling_of(config)
         return JobView(
             id=row.id,
             state=row.state,
@@ -83,11 +84,21 @@ class QueueView:
             time_limit_s=scheduling.time_limit_s,
             submitted_at=row.created_at,
             holds_since=None if row.state is JobState.QUEUED else self._store.holding_since(row.id),
+            idle_limit_s=scheduling.idle_limit_s,
+            idle_end=_idle_end(config.get("kind"), leased=row.lease_expires_at is not None),
+            restarts_left=scheduling.max_restarts and scheduling.max_restarts - self._store.restarts(row.id),
         )
 
-    def _schedulings(self, unknown: Sequence[str]) -> dict[str, Scheduling]:
+    def _configs(self, unknown: Sequence[str]) -> dict[str, dict[str, Any]]:
         jobs = self._store.live_jobs() if len(unknown) > _FEW else [self._store.job(job_id) for job_id in unknown]
-        return {job.id: scheduling_of(job.config) for job in jobs if job is not None}
+        return {job.id: job.config for job in jobs if job is not None}
+
+
+def _idle_end(kind: Any, *, leased: bool) -> JobState:
+    """How a job ends whose server has nothing to do: its driver hangs, its client forgot it, or all is done."""
+    if kind in KINDS and KINDS[kind].driven:
+        return JobState.FAILED
+    return JobState.CANCELLED if leased else JobState.COMPLETED
 
 
 def scheduling_of(config: dict[str, Any]) -> Scheduling:

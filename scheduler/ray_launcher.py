@@ -16,12 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from opentinker.config.job import parse_job
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
-from opentinker.scheduler.driver import LOG_NAME, DriverProcess, begin_log
+from opentinker.scheduler.clearing import clear
+from opentinker.scheduler.driver import LOG_NAME, DriverProcess, begin_log, came_up
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
-from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
-from opentinker.scheduler.packages import INSTALL_LOG_NAME, PackageInstaller, clean_up, requirements_of
-from opentinker.scheduler.placement import Demand, Node, parse_groups, threads_for
+from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpec
+from opentinker.scheduler.packages import INSTALL_LOG_NAME, PackageInstaller, requirements_of
+from opentinker.scheduler.placement import Allocation, Demand, Node, parse_groups, threads_for
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD
 from opentinker.scheduler.settings import Settings
@@ -147,7 +148,7 @@ class RayLauncher:
                     # Ray would give a process without a CPU demand one thread; these are the slot's share of the cores.
                     runtime_env={"env_vars": {**marker, "OMP_NUM_THREADS": str(threads_for(node, demand))}},
                 )
-                .remote(spec.config, spec.lora, spec.checkpoint_root, spec.job_id, spec.log_path)
+                .remote(spec.config, spec.lora, spec.checkpoint_root, spec.job_id, spec.log_path, **self._storage())
             )
         if parts.front is None:
             parts.front = (
@@ -161,6 +162,11 @@ class RayLauncher:
                 )
                 .remote(parts.worker, {spec.policy_id: spec.token}, self._settings.server_host, spec.job_id, spec.log_path)
             )
+
+    def _storage(self) -> dict[str, Any]:
+        """What a worker is told of the storage, if there is one."""
+        url = self._settings.remote_storage
+        return {"storage": {"url": url, "root": str(self._settings.runs_dir)}} if url else {}
 
     async def _start(self, spec: ServerSpec, parts: _Parts) -> Launched:
         """Every step of it finds out that it was done before, so that it goes on where an earlier start was cut off."""
@@ -184,7 +190,7 @@ class RayLauncher:
         except* RayError as errors:
             raise errors.exceptions[0] from errors
         await parts.front.attach.remote(worker.result())
-        policy = {"lora": spec.lora, "seed": spec.seed, "checkpoint": None}
+        policy = {"lora": spec.lora, "seed": spec.seed, "checkpoint": spec.start_from or None}
         await parts.front.create_policy.remote(spec.policy_id, policy, self._settings.start_timeout_s)
         return Launched(front.result(), parts.pids["worker"], parts.pids["front"])
 
@@ -204,24 +210,41 @@ class RayLauncher:
         async with asyncio.timeout(self._settings.unresponsive_s):
             parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
 
-    async def probe(self, server_id: str) -> str:
+    async def probe(self, server_id: str) -> Probe:
         parts = await self._known(server_id)
         if parts.worker is None and parts.front is None:
-            return "its server is gone"
+            return Probe("its server is gone")
         for which, actor in (("worker", parts.worker), ("front", parts.front)):
             if actor is None:
-                return f"the server's {which} process died while the scheduler was down"
+                return Probe(f"the server's {which} process died while the scheduler was down")
         front, answer = await self._ask(parts, "front", parts.front.health)
         # The worker is asked after the front: whatever the front saw of its death, this sees too, and it is the cause.
         worker, _ = await self._ask(parts, "worker", parts.worker.describe)
         if worker or front:
-            return worker or front
+            return Probe(worker or front)
         if parts.gpus is None:  # a server of an earlier life of the scheduler
             try:
                 await self._learn_gpus(parts)
             except (TimeoutError, RayError) as error:
                 logger.warning("event=gpus_unknown server=%s error=%s", server_id, type(error).__name__)
-        return "" if answer["ok"] else f"the server failed: {answer['cause']}"
+        if not answer["ok"]:
+            return Probe(f"the server failed: {answer['cause']}")
+        return Probe(idle_s=float(answer.get("idle_s", 0.0)))
+
+    async def save(self, server_id: str, policy_id: str, name: str) -> None:
+        patience_s = self._settings.last_checkpoint_s
+        parts = await self._known(server_id)
+        if parts.front is None:
+            raise ServerLostError("its server is gone")
+        try:
+            async with asyncio.timeout(patience_s + self._settings.unresponsive_s):
+                await parts.front.save.remote(policy_id, name, patience_s)
+        except TimeoutError as error:
+            raise DeadlineError(f"the server did not answer within {patience_s:g} s") from error
+        except RayActorError as error:
+            raise ServerLostError(_death("the server's front process", parts.pids.get("front"), error)) from error
+        except RayTaskError as error:
+            raise _other_side(error) from error
 
     async def _ask(self, parts: _Parts, which: str, method: Any) -> tuple[str, dict[str, Any]]:
         """(fault, answer) of a liveness call."""
@@ -242,12 +265,11 @@ class RayLauncher:
         return "", answer
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
-        functions = {"rl": self._settings.rl_driver}
-        name = f"{spec.job_id}.driver"
+        name = f"{spec.server_id}.driver"
         actor = await asyncio.to_thread(_find_actor, name)
-        came_up = (Path(spec.run_dir) / LOG_NAME).exists()
-        if actor is None and came_up:
-            return DriverOutcome(f"the driver process died while the scheduler was down; see {LOG_NAME}")
+        arrived = came_up(Path(spec.run_dir), spec.server_id)
+        if actor is None and arrived:
+            return DriverOutcome(f"the driver process died while the scheduler was down; see {LOG_NAME}", lost=True)
         if actor is None:
             python, cause = await self._install(spec)
             if cause:
@@ -262,19 +284,26 @@ class RayLauncher:
                     # Empty from the very start: the environment that a process was born with stays readable in /proc.
                     runtime_env={**_driver_env(spec.job_id), **({"py_executable": python} if python else {})},
                 )
-                .remote(spec.job_id, spec.run_dir)
+                .remote(spec.job_id, spec.server_id, spec.run_dir)
             )
-        driver = self._drivers[spec.job_id] = _Driver(actor, came_up)
+        driver = self._drivers[spec.server_id] = _Driver(actor, arrived)
         try:
             # A driver at work answers neither of these before it is done, and then at once.
             driver.pid = int((await actor.describe.remote())["pid"])
             driver.arrived = True
-            where = (spec.endpoint, spec.token, spec.policy_id, spec.run_dir, spec.code_dir, spec.secrets)
+            arguments = {
+                "endpoint": spec.endpoint,
+                "token": spec.token,
+                "policy": spec.policy_id,
+                "run_dir": spec.run_dir,
+                "code_dir": spec.code_dir,
+                "resume": spec.resume,
+            }
             # The driver runs once, however often it is asked.
-            call = functools.partial(actor.run.remote, functions[spec.kind], spec.config, *where)
+            call = functools.partial(actor.run.remote, self._settings.drivers[spec.kind], spec.config, arguments, spec.secrets)
             outcome = await _insist(call, self._settings.probe_s)
         except RayActorError as error:
-            return DriverOutcome(f"{_death('the driver process', driver.pid, error)}; see {LOG_NAME}")
+            return DriverOutcome(f"{_death('the driver process', driver.pid, error)}; see {LOG_NAME}", lost=True)
         except RayTaskError as error:
             return DriverOutcome(f"the driver did not start: {_other_side(error)}")
         return DriverOutcome(outcome["cause"], outcome["code"])
@@ -285,7 +314,7 @@ class RayLauncher:
         requirements = requirements_of(parse_job(spec.config), code_dir)
         if not requirements:
             return "", ""
-        name = f"{spec.job_id}.installer"
+        name = f"{spec.server_id}.installer"
         actor = await asyncio.to_thread(_find_actor, name)
         arrived = actor is not None and (Path(spec.run_dir) / INSTALL_LOG_NAME).exists()
         if actor is None:
@@ -300,7 +329,7 @@ class RayLauncher:
                 )
                 .remote(spec.job_id, spec.run_dir)
             )
-        installer = self._drivers[spec.job_id] = _Driver(actor, arrived)
+        installer = self._drivers[spec.server_id] = _Driver(actor, arrived)
         timeout_s = self._settings.install_timeout_s
         try:
             # One that is at work answers only when it is done, so this covers what an earlier life of the scheduler began.
@@ -322,16 +351,16 @@ class RayLauncher:
             await asyncio.to_thread(begin_log, Path(spec.run_dir))
         return answer["python"], answer["cause"]
 
-    async def stop_driver(self, job_id: str) -> None:
-        driver = self._drivers.pop(job_id, None)
+    async def stop_driver(self, server_id: str) -> None:
+        driver = self._drivers.pop(server_id, None)
         if driver is not None:
             await self._kill(driver.actor, on_its_way=not driver.arrived)
             return
         for which in ("driver", "installer"):
-            if (actor := await asyncio.to_thread(_find_actor, f"{job_id}.{which}")) is not None:
+            if (actor := await asyncio.to_thread(_find_actor, f"{server_id}.{which}")) is not None:
                 ray.kill(actor)
 
-    async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
+    async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
         parts = await self._known(server_id)
         for which, actor in (("front", parts.front), ("worker", parts.worker)):
             if actor is None:
@@ -341,7 +370,8 @@ class RayLauncher:
             await self._kill(actor, on_its_way=which not in parts.pids)
         if parts.group is not None:
             remove_placement_group(parts.group)
-        left = [pid for job_id in job_ids for pid in await self._reap(job_id, node_id)]
+        whole = () if where.demand.shares_gpu else parts.gpus or ()
+        left = await self._clear(where.node_id, job_ids, whole)
         if not left:
             self._parts.pop(server_id, None)
         return left
@@ -364,15 +394,17 @@ class RayLauncher:
         except (TimeoutError, RayError) as error:
             logger.info("event=no_graceful_stop actor=%s error=%s", actor, type(error).__name__)
 
-    async def _reap(self, job_id: str, node_id: str) -> list[int]:
+    async def _clear(self, node_id: str, job_ids: list[str], gpus: tuple[int, ...]) -> str:
         """On the node where the processes are; on this one if that node is no more."""
-        limits = (self._settings.kill_after_s, self._settings.exit_timeout_s)
+        patience = (self._settings.kill_after_s, self._settings.exit_timeout_s)
         here = ray.get_runtime_context().get_node_id()
-        if node_id == here or node_id not in {node.id for node in await self.nodes()}:
-            return await asyncio.to_thread(clean_up, job_id, *limits)
-        task = ray.remote(clean_up).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        async with asyncio.timeout(sum(limits) + self._settings.placement_timeout_s):
-            left: list[int] = await task.remote(job_id, *limits)
+        alive = node_id in {node.id for node in await self.nodes()}
+        arguments = (job_ids, gpus if alive else (), *patience, self._settings.gpu_free_bytes)
+        if node_id == here or not alive:
+            return await asyncio.to_thread(clear, *arguments)
+        task = ray.remote(clear).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        async with asyncio.timeout(len(job_ids) * sum(patience) + patience[1] + self._settings.placement_timeout_s):
+            left: str = await task.remote(*arguments)
             return left
 
 

@@ -10,11 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opentinker.config.job import InteractiveJobConfig, parse_job
+from opentinker.checkpoints import parse_ref
+from opentinker.config.job import KINDS, parse_job
 from opentinker.errors import ConfigError, OpenTinkerError
+from opentinker.scheduler.checkpoint_views import start_folder
 from opentinker.scheduler.driver import SERVER_LOG_NAME
 from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
 from opentinker.scheduler.metrics import SchedulerMetrics
+from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.placement import Allocation, Demand, server_config
 from opentinker.scheduler.plan import (
     LEASE_EXPIRED,
@@ -22,6 +25,7 @@ from opentinker.scheduler.plan import (
     DriverOutcome,
     End,
     JobView,
+    Restart,
     Run,
     ServerView,
     Snapshot,
@@ -31,10 +35,11 @@ from opentinker.scheduler.plan import (
     plan,
 )
 from opentinker.scheduler.queue_view import QueueView
-from opentinker.scheduler.records import Event, Job, Policy, Server
+from opentinker.scheduler.records import RESTARTING, Event, Job, Policy, Server
 from opentinker.scheduler.settings import Quota, Settings
 from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
 from opentinker.scheduler.store import JobStore
+from opentinker.storage import FOLLOW_S, Mirror, Storage, open_storage
 
 logger = logging.getLogger(__name__)
 RESTARTED = "scheduler_restarted"
@@ -42,7 +47,13 @@ LOOK_S = 30.0
 """Ray's word on its nodes has to come within this."""
 FORGIVEN_S = 2.0
 """A longer pause between two looks is an outage of the scheduler's own."""
+LAST_CHECKPOINT = "stopped"
+"""The name of the checkpoint that is written when a job is stopped."""
 MAX_TEXT = 2000
+_HOLDING = frozenset({JobState.STARTING, JobState.RUNNING})
+"""Jobs in these states have a server, or make one."""
+COPY_TRIES = 100
+"""How often it is tried to copy an ended job's last lines to the storage."""
 _ECHOES = frozenset({"server_lost", "unavailable", "deadline_exceeded"})
 """Codes of driver errors that a server's death may have caused."""
 
@@ -66,6 +77,8 @@ class Reconciler:
         self._token_of = token_of
         self._secrets_of = secrets_of
         self._now = now
+        self._models = ModelRegistry(settings)
+        self._storage = open_storage(settings.remote_storage, settings.runs_dir)
         self._queue = QueueView(store, settings, now())
         self._steady = steady
         self._leases: dict[str, float] = {}
@@ -74,7 +87,8 @@ class Reconciler:
         self._faults: dict[str, str] = {}
         self._outcomes: dict[str, DriverOutcome] = {}
         self._waits: dict[str, str] = {}
-        self._left: dict[str, list[int]] = {}
+        self._idle: dict[str, float] = {}
+        self._left: dict[str, str] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._changed = asyncio.Event()
@@ -115,6 +129,7 @@ class Reconciler:
                 (Allocation(server.node_id, Demand(server.gpus, server.cpu_slots), self._launcher.gpus_of(server.id)),),
                 tuple(policy.job_id for policy in policies),
                 self._faults.get(server.id, ""),
+                self._idle.get(server.id, 0.0),
             )
             for server, policies in self._store.open_servers()
         ]
@@ -173,7 +188,7 @@ class Reconciler:
         """
         ended = replace(job, state=move_job(job.state, state), cause=storable(cause), ended_at=self._now())
         self._record(ended, state.lower(), cause)
-        self._queue.ended(job, self._now())
+        self._queue.released(job, self._now())
         self._leases.pop(job.id, None)
         self.metrics.jobs_ended.labels(state).inc()
         return ended
@@ -187,6 +202,10 @@ class Reconciler:
     def quota_of(self, owner: str) -> Quota:
         """What the owner's jobs may hold at once."""
         return self._queue.policy.quota_of(owner)
+
+    def unhealthy(self) -> dict[str, str]:
+        """By server: why what it held cannot be given to anybody, although its job has ended."""
+        return dict(self._left)
 
     def released(self, job_id: str) -> bool:
         """Whether nothing of an ended job is left on the cluster."""
@@ -208,10 +227,15 @@ class Reconciler:
                 self._waits[job_id] = waiting_for
             case Run(job_id):
                 self._run(self._job(job_id))
-            case End(job_id, state, cause):
-                self.end(self._job(job_id), state, cause)
+            case End(job_id, state, cause, save):
+                if save:
+                    self.save_and_end(self._job(job_id), state, cause)
+                else:
+                    self.end(self._job(job_id), state, cause)
                 if cause.startswith(LEASE_EXPIRED):
                     self.metrics.lease_expiries.inc()
+            case Restart(job_id, cause):
+                self._restart(self._job(job_id), cause)
             case Stop(server_id):
                 self._spawn(f"stop:{server_id}", partial(self._stop, server_id))
 
@@ -233,10 +257,45 @@ class Reconciler:
         self._announce(job.id, "starting", server=server.id, node=where.node_id)
         self.metrics.queue_wait.observe(max(0.0, self._now() - job.created_at))
 
+    def _restart(self, job: Job, cause: str) -> None:
+        queued = replace(job, state=move_job(job.state, JobState.QUEUED), started_at=None)
+        self._record(queued, RESTARTING, cause)
+        self._queue.released(job, self._now())
+
+    def save_and_end(self, job: Job, state: JobState, cause: str) -> None:
+        """Write a checkpoint of a RUNNING job as `stopped`, if it has something to save, and end it; with an end already on its
+        way, nothing."""
+        if KINDS[job.kind].trains and job.state is JobState.RUNNING:
+            self._spawn(f"save:{job.id}", partial(self._save_and_end, job, state, cause))
+        else:
+            self.end(job, state, cause)
+
+    async def _save_and_end(self, job: Job, state: JobState, cause: str) -> None:
+        self._store.save(Event(job.id, self._now(), "stopping", storable(cause)))
+        self._announce(job.id, "stopping", cause=cause)
+        try:
+            policy = self.policy_of(job.id)
+            assert policy is not None
+            await self._launcher.save(policy.server_id, policy.id, LAST_CHECKPOINT)
+            saved = f"its weights are in checkpoint '{LAST_CHECKPOINT}'"
+        except OpenTinkerError as error:
+            saved = f"no checkpoint could be written: {error.detail}"
+        job = self._job(job.id)
+        if job.state is JobState.RUNNING:  # nothing else ended it meanwhile
+            self.end(job, state, f"{cause}; {saved}")
+
+    def policy_of(self, job_id: str) -> Policy | None:
+        """The policy on the job's present server; None if it has none."""
+        for server, policies in self._store.open_servers():
+            for policy in policies:
+                if policy.job_id == job_id and server.state in (ServerState.STARTING, ServerState.READY):
+                    return policy
+        return None
+
     def _attend(self) -> None:
         """Give every server and every driver that a job needs the task that takes care of it; a restart leaves none."""
         for server, policies in self._store.open_servers():
-            jobs = [job for policy in policies if (job := self._job(policy.job_id)) and not job.state.ended]
+            jobs = [job for policy in policies if (job := self._job(policy.job_id)) and job.state in _HOLDING]
             if not jobs or server.id in self._faults or f"stop:{server.id}" in self._tasks:
                 continue
             if server.state is ServerState.STARTING:
@@ -244,8 +303,7 @@ class Reconciler:
             elif server.state is ServerState.READY:
                 self._spawn(f"server:{server.id}", partial(self._watch, server.id))
             for job in jobs:
-                # One with a lease is driven from outside.
-                if job.state is JobState.RUNNING and job.lease_expires_at is None and job.id not in self._outcomes:
+                if job.state is JobState.RUNNING and KINDS[job.kind].driven and job.id not in self._outcomes:
                     self._spawn(f"driver:{job.id}", partial(self._drive, job))
 
     def _server_spec(self, server: Server, policy: Policy, job: Job) -> ServerSpec:
@@ -257,12 +315,17 @@ class Reconciler:
             token=self._token_of(policy.id),
             node_id=server.node_id,
             demand=demand,
-            config=server_config(config.server(), demand).model_dump(mode="json"),
+            config=server_config(config.server(), demand).model_dump(mode="json")
+            | {"base_model": self._models.location(config.base_model)},
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
-            seed=config.seed if isinstance(config, InteractiveJobConfig) else config.training.seed,
+            seed=config.policy_seed,
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),
             log_path=str(Path(job.run_dir) / SERVER_LOG_NAME),
+            start_from=self._start_folder(config.start_from),
         )
+
+    def _start_folder(self, start_from: str) -> str:
+        return start_folder(start_from, self._store.job(parse_ref(start_from).job)) if start_from else ""
 
     async def _serve(self, server: Server, policy: Policy, job: Job) -> None:
         """Launch a server, or go on launching it, then watch it until it dies or is stopped."""
@@ -293,9 +356,11 @@ class Reconciler:
 
     async def _watch(self, server_id: str) -> None:
         while True:
-            if fault := await self._launcher.probe(server_id):
-                self._fault(server_id, fault)
+            probe = await self._launcher.probe(server_id)
+            if probe.fault:
+                self._fault(server_id, probe.fault)
                 return
+            self._idle[server_id] = probe.idle_s
             await asyncio.sleep(self._settings.probe_s)
 
     def _run(self, job: Job) -> None:
@@ -303,11 +368,13 @@ class Reconciler:
         self._record(running, "running")
 
     async def _drive(self, job: Job) -> None:
-        policy = self._store.policies(job.id)[0]
-        server = self._store.server(policy.server_id)
-        assert server is not None
+        policy = self.policy_of(job.id)
+        server = None if policy is None else self._store.server(policy.server_id)
+        if policy is None or server is None:
+            return  # it is being stopped
         spec = DriverSpec(
             job_id=job.id,
+            server_id=server.id,
             node_id=server.node_id,
             kind=job.kind,
             config=job.config,
@@ -316,6 +383,7 @@ class Reconciler:
             token=self._token_of(policy.id),
             run_dir=job.run_dir,
             code_dir=str(Path(job.run_dir) / "code") if job.code_sha256 else None,
+            resume=self._store.restarts(job.id) > 0,
         )
         try:
             outcome = await self._launcher.drive(replace(spec, secrets=self._secrets_of(job)))
@@ -324,8 +392,8 @@ class Reconciler:
         except Exception as error:
             logger.exception("event=drive_failed job=%s", job.id)
             outcome = DriverOutcome(f"the driver did not start: {type(error).__name__}: {' '.join(str(error).split())}")
-        if outcome.code in _ECHOES and (fault := await self._launcher.probe(server.id)):
-            self._faults[server.id] = fault
+        if (outcome.lost or outcome.code in _ECHOES) and (probe := await self._launcher.probe(server.id)).fault:
+            self._faults[server.id] = probe.fault
         self._outcomes[job.id] = outcome
         self.wake()
 
@@ -337,16 +405,16 @@ class Reconciler:
         job_ids = sorted(
             policy.job_id for s, policies in self._store.open_servers() if s.id == server_id for policy in policies
         )
-        await self._cancel([f"server:{server_id}", *(f"driver:{job_id}" for job_id in job_ids)])
-        for job_id in job_ids:
-            await self._launcher.stop_driver(job_id)
+        await self._cancel([f"server:{server_id}", *(f"{task}:{job_id}" for job_id in job_ids for task in ("driver", "save"))])
+        await self._launcher.stop_driver(server_id)
         graceful = server.state is ServerState.READY and server_id not in self._faults
-        left = await self._launcher.stop_server(server_id, job_ids, server.node_id, graceful=graceful)
+        where = Allocation(server.node_id, Demand(server.gpus, server.cpu_slots))
+        left = await self._launcher.stop_server(server_id, job_ids, where, graceful=graceful)
         if left:
             if left != self._left.get(server_id):
-                detail = f"processes {', '.join(map(str, left))} cannot be killed; their slots stay taken"
-                self._store.save(*(Event(job_id, self._now(), "processes_left", detail) for job_id in job_ids))
-                logger.error("event=processes_left server=%s pids=%s", server_id, left)
+                detail = f"{left}; what the job held stays taken"
+                self._store.save(*(Event(job_id, self._now(), "unhealthy", detail) for job_id in job_ids))
+                logger.error("event=unhealthy server=%s node=%s detail=%r", server_id, server.node_id, left)
             self._left[server_id] = left
             return
         stopped = replace(server, state=ServerState.STOPPED)
@@ -355,8 +423,21 @@ class Reconciler:
             self._outcomes.pop(job_id, None)
             self._announce(job_id, "released", server=server_id)
         self._faults.pop(server_id, None)
+        self._idle.pop(server_id, None)
         self._left.pop(server_id, None)
+        for run_dir in (Path(self._job(job_id).run_dir) for job_id in job_ids):
+            if self._storage is not None and self._storage.covers(run_dir):
+                self._spawn(f"copy:{run_dir}", partial(self._copy_rest, self._storage, run_dir))
         self.wake()
+
+    async def _copy_rest(self, storage: Storage, run_dir: Path) -> None:
+        """What the files of an ended job, if they are here, have grown by since its server copied them last."""
+        mirror = Mirror(storage, run_dir)
+        for _ in range(COPY_TRIES):
+            if await asyncio.to_thread(mirror.sync):
+                return
+            await asyncio.sleep(FOLLOW_S)
+        logger.error("event=not_copied run_dir=%s", run_dir)
 
     def _fault(self, server_id: str, cause: str) -> None:
         self._faults[server_id] = cause

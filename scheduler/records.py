@@ -57,6 +57,10 @@ class Policy:
     server_id: str
 
 
+RESTARTING = "restarting"
+"""The kind of the event of a job that goes back into the queue; they are counted."""
+
+
 @dataclass(frozen=True)
 class Event:
     """Something that happened to a job; the list of them explains it."""

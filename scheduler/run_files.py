@@ -7,31 +7,37 @@ from typing import Any, Literal
 from opentinker.errors import InvalidRequestError, OpenTinkerError
 from opentinker.scheduler.driver import LOG_NAME, SERVER_LOG_NAME
 from opentinker.scheduler.packages import INSTALL_LOG_NAME
+from opentinker.storage import Storage
 
 LogSource = Literal["driver", "server"]
 MAX_BYTES = 2**20
 """Of one answer."""
 
 
-def log_path(run_dir: Path, source: LogSource | None, *, has_driver: bool, ended: bool) -> Path:
+def log_path(run_dir: Path, source: LogSource | None, *, has_driver: bool, ended: bool, storage: Storage | None = None) -> Path:
     """A job's log. Without a `source` it is the driver's; or the server's where no driver on the cluster writes one: that of
     an interactive job, or of one that ended before its driver began. It changes only while nothing was read yet."""
     driver = run_dir / LOG_NAME
     if not driver.exists() and (run_dir / INSTALL_LOG_NAME).exists():  # what it will begin with
         driver = run_dir / INSTALL_LOG_NAME
     if source is None:
-        source = "server" if not has_driver or (ended and not driver.exists()) else "driver"
+        source = "server" if not has_driver or (ended and not _is_there(driver, storage)) else "driver"
     return driver if source == "driver" else run_dir / SERVER_LOG_NAME
 
 
-def read_lines(path: Path, offset: int, *, complete: bool) -> tuple[bytes, int, bool]:
+def _is_there(path: Path, storage: Storage | None) -> bool:
+    return path.exists() or (storage is not None and storage.covers(path) and storage.exists(path))
+
+
+def read_lines(path: Path, offset: int, *, complete: bool, storage: Storage | None = None) -> tuple[bytes, int, bool]:
     """Whole lines from `offset` on: (bytes, next offset, whether the file's end is reached).
 
     `complete`: nobody writes any more, so the last line is whole even without a newline. A line longer than `MAX_BYTES`
-    comes in pieces. A file that does not exist yet is empty.
+    comes in pieces. A file that is not here is read from the storage; one that does not exist yet is empty.
 
     Raises:
         InvalidRequestError: a negative offset.
+        UnavailableError: the storage does not answer.
     """
     if offset < 0:
         raise InvalidRequestError("an offset cannot be negative")
@@ -40,7 +46,10 @@ def read_lines(path: Path, offset: int, *, complete: bool) -> tuple[bytes, int, 
             file.seek(offset)
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        return b"", offset, True
+        kept = storage.read(path, offset, MAX_BYTES + 1) if storage is not None and storage.covers(path) else None
+        if kept is None:
+            return b"", offset, True
+        data = kept
     at_end = len(data) <= MAX_BYTES
     data = data[:MAX_BYTES]
     if not (complete and at_end):

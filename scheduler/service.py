@@ -6,11 +6,13 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path, PurePath
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-from opentinker.config.job import InteractiveJobConfig, JobConfig, parse_job
+from opentinker.checkpoints import parse_ref
+from opentinker.config.job import KINDS, JobConfig, RLJobConfig, parse_job
 from opentinker.errors import (
     ConfigError,
     ConflictError,
@@ -23,11 +25,13 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.scheduler.auth import new_api_key, policy_token, without_details
+from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job, resolve_start, start_source
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
+from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.packages import requirements_of
 from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
 from opentinker.scheduler.quotas import check_quota
@@ -41,6 +45,7 @@ from opentinker.scheduler.store import JobStore
 from opentinker.scheduler.uploads import decode_zip, unpack
 from opentinker.scheduler.users import EVERYONE, Caller, UserDirectory
 from opentinker.scheduler.vault import Vault
+from opentinker.storage import Storage, open_storage
 
 MAX_CONFIG_BYTES = 256 * 2**10
 MAX_WAIT_S = 60.0
@@ -48,6 +53,8 @@ RELEASE_WAIT_S = 15.0
 """How long `cancel` and `complete` wait for the job's processes to be gone before they answer."""
 SHUTDOWN_S = 30.0
 GPU_USE_FRESH_S = 1.0
+STORAGE_S = 60.0
+"""How long a submit may wait for the storage."""
 NAME_LENGTH = 200
 """What the store has room for."""
 
@@ -70,6 +77,8 @@ class SchedulerService:
         self._launcher = launcher
         self._secret = secret
         self._now = now
+        self._models = ModelRegistry(settings)
+        self._storage = open_storage(settings.remote_storage, settings.runs_dir)
         self._submitting = asyncio.Lock()
         self._closing = False
         self.vault = Vault(store, secret, now)
@@ -105,12 +114,19 @@ class SchedulerService:
         return self.users.authenticate(key, address)
 
     async def submit(
-        self, owner: str, config: dict[str, Any], idempotency_key: str | None = None, code: dict[str, str] | None = None
+        self,
+        owner: str,
+        config: dict[str, Any],
+        idempotency_key: str | None = None,
+        code: dict[str, str] | None = None,
+        may_name: str | None = None,
     ) -> dict[str, Any]:
         """Accept a job; `code` is {"zip": base64, "sha256": hex}. A repeat with the same key gets the first one's job.
+        `may_name` is whose jobs `start_from` may name: the owner's by default, `EVERYONE` everybody's.
 
         Raises:
             ConfigError: the config is wrong, or the job could never run here.
+            NotFoundError: there is no such job as `start_from` names for this caller.
             TooLargeError: the config is larger than `MAX_CONFIG_BYTES`.
             StorageError: the store's disk is full; nothing was accepted.
             UnknownModelError: the cluster does not know the base model.
@@ -126,20 +142,29 @@ class SchedulerService:
                 earlier = self._store.job_by_key(owner, idempotency_key)
                 if earlier is not None:
                     return self._view(_same(earlier, resolved, code))
-            await asyncio.to_thread(load(self._settings.check_model), parsed.base_model)
-            demand = demand_of(parsed.resources, await self._launcher.nodes())
+            await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
+            if parsed.start_from:
+                ref = parse_ref(parsed.start_from)
+                source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
+                # What the name means now is what it means for good, however often the server starts.
+                async with _storage_answers():
+                    resolved["start_from"] = str(await asyncio.to_thread(resolve_start, ref, source, parsed, self._storage))
+            nodes = await self._launcher.nodes()
+            demand = demand_of(parsed.resources, nodes)
+            await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use(nodes))
             self.vault.check(owner, _secrets_named(parsed).values())
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
-            run_dir = self._settings.runs_dir / job_id
-            await asyncio.to_thread(_prepare, run_dir, code, parsed)
+            run_dir = self._settings.run_root / owner / job_id
+            async with _storage_answers():
+                await asyncio.to_thread(_prepare, run_dir, code, self._storage, parsed)
             if self._closing:
                 raise ConflictError("the cluster is being stopped")
             now = self._now()
             job = Job(
                 id=job_id,
                 owner=owner,
-                name=(parsed.name or _default_name(parsed))[:NAME_LENGTH],
+                name=(parsed.name or parsed.default_name())[:NAME_LENGTH],
                 kind=parsed.kind,
                 state=JobState.QUEUED,
                 config=resolved,
@@ -147,7 +172,7 @@ class SchedulerService:
                 gpus=demand.gpus,
                 cpu_slots=demand.cpu_slots,
                 created_at=now,
-                lease_expires_at=now + self._settings.lease_s if isinstance(parsed, InteractiveJobConfig) else None,
+                lease_expires_at=now + self._settings.lease_s if parsed.leased else None,
                 idempotency_key=idempotency_key,
                 code_sha256=code["sha256"].lower() if code else None,
             )
@@ -205,39 +230,61 @@ class SchedulerService:
         return self._view(job)
 
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]:
-        """End an interactive job well.
+        """End a job well that the cluster does not drive.
 
         Raises:
-            ConflictError: it is not RUNNING, or it is not interactive.
+            ConflictError: it is not RUNNING, or the cluster drives it.
         """
         job = self._owned(owner, job_id)
-        if job.lease_expires_at is None:
+        if _driven(job):
             raise ConflictError(f"job {job_id} completes by itself", hint="cancel it to end it early")
         return await self._end(owner, job, JobState.COMPLETED)
 
     async def cancel(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
         """End a job in any state; one that has ended stays as it is. `by` is who does it, if not the owner."""
         job = self._owned(owner, job_id)
-        cause = "cancelled by its owner"
-        if by is not None and by.name != job.owner:
-            cause = f"cancelled by {by.name}"
-            self.users.note(by, "job.cancel", f"{job.owner}/{job_id}")
+        cause = self._by(job, by, "cancelled")
         return await self._end(owner, job, job.state if job.state.ended else JobState.CANCELLED, cause)
+
+    async def stop(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
+        """End a job as `cancel` does, but after a checkpoint of its policy, `stopped`, if it has one to save. Answers when that
+        is done, or after 15 s; the job is CANCELLED then, or later."""
+        job = self._owned(owner, job_id)
+        if job.state.ended:
+            return await self._end(owner, job, job.state)
+        self._reconciler.save_and_end(job, JobState.CANCELLED, self._by(job, by, "stopped"))
+        return await self._settled(owner, job_id)
+
+    def _by(self, job: Job, by: Caller | None, what: str) -> str:
+        """Who ended the job, for its cause. What others than the owner do to a job is noted."""
+        if by is None or by.name == job.owner:
+            return f"{what} by its owner"
+        self.users.note(by, "job.stop" if what == "stopped" else "job.cancel", f"{job.owner}/{job.id}")
+        return f"{what} by {by.name}"
 
     async def logs(self, owner: str, job_id: str, offset: int = 0, source: LogSource | None = None) -> dict[str, Any]:
         """{"text", "offset", "finished"}: a log of the job from a byte offset on; by default what `log_path` finds."""
         job = self._owned(owner, job_id)
-        path = log_path(Path(job.run_dir), source, has_driver=job.kind != "interactive", ended=job.state.ended)
-        data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job))
+        run_dir, ended, storage = Path(job.run_dir), job.state.ended, self._storage
+        path = await asyncio.to_thread(log_path, run_dir, source, has_driver=_driven(job), ended=ended, storage=storage)
+        data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job), storage=storage)
         return {"text": data.decode(errors="replace"), "offset": offset, "finished": at_end and self._quiet(job)}
 
     async def metrics(self, owner: str, job_id: str, after: int = 0) -> dict[str, Any]:
         """{"rows", "next", "finished"}: rows of metrics.jsonl from a byte offset on."""
         job = self._owned(owner, job_id)
         data, offset, at_end = await asyncio.to_thread(
-            read_lines, Path(job.run_dir) / "metrics.jsonl", after, complete=self._quiet(job)
+            read_lines, Path(job.run_dir) / "metrics.jsonl", after, complete=self._quiet(job), storage=self._storage
         )
         return {"rows": parse_rows(data), "next": offset, "finished": at_end and self._quiet(job)}
+
+    async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]:
+        """The job's whole checkpoints, newest first; see `checkpoint_views`."""
+        return await asyncio.to_thread(checkpoint_views, self._owned(owner, job_id), self._storage)
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models that jobs can name, by name; see `ModelRegistry.listing`."""
+        return await asyncio.to_thread(self._models.listing)
 
     async def cluster(self, owner: str) -> dict[str, Any]:
         """See `cluster_view`. Of others' jobs only administrators see more than the owner and the amounts."""
@@ -255,6 +302,7 @@ class SchedulerService:
             use,
             self._reconciler.waiting_for,
             lambda job: all_seen or job.owner == owner,
+            self._reconciler.unhealthy(),
         )
 
     async def exposition(self) -> str:
@@ -276,12 +324,13 @@ class SchedulerService:
         """
         try:
             job = self._store.job(job_id)
-            policy = next(iter(self._store.policies(job_id)), None)
+            policy = self._reconciler.policy_of(job_id)
+            # Between two servers, or after the last, the earlier tokens still tell whose job it is.
+            known = self._store.policies(job_id) if owner is None and policy is None else [policy] if policy else []
         except OpenTinkerError as error:
             raise error if owner is not None else without_details(error) from error
         if owner is None:
-            right = "" if policy is None else policy_token(self._secret, policy.id)
-            self.users.check_token(token or "", right, address)
+            self.users.check_token(token or "", [policy_token(self._secret, policy.id) for policy in known], address)
         elif job is None or job.owner != owner:
             raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
         assert job is not None
@@ -309,12 +358,16 @@ class SchedulerService:
 
     async def _end(self, owner: str, job: Job, state: JobState, cause: str = "") -> dict[str, Any]:
         if job.state is not state:
-            job = self._reconciler.end(job, state, cause)
+            self._reconciler.end(job, state, cause)
+        return await self._settled(owner, job.id)
+
+    async def _settled(self, owner: str, job_id: str) -> dict[str, Any]:
+        """The job when it has ended and its processes are gone, or after `RELEASE_WAIT_S`."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + RELEASE_WAIT_S
-        while not self._reconciler.released(job.id) and (left := deadline - clock()) > 0:
+        while not self._quiet(self._owned(owner, job_id)) and (left := deadline - clock()) > 0:
             await self._reconciler.wait_change(left)
-        return self._view(self._owned(owner, job.id))
+        return self._view(self._owned(owner, job_id))
 
     async def _gpu_use(self, nodes: Sequence[Node]) -> dict[str, list[GpuUse]]:
         """Read at most once a second, however many ask."""
@@ -333,7 +386,7 @@ class SchedulerService:
     def _owned(self, owner: str, job_id: str) -> Job:
         job = self._store.job(job_id)
         if job is None or owner not in (job.owner, EVERYONE):
-            raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
+            raise no_job(job_id)
         return job
 
     def _quiet(self, job: Job) -> bool:
@@ -350,7 +403,8 @@ class SchedulerService:
         """The job as the API shows it. `server` is there from the time it answers until its processes are gone."""
         host = (self._hosts() if hosts is None else hosts).get(job.id)
         server = None
-        if host is not None and host[0].endpoint:
+        # One that is QUEUED again still has its earlier server for a moment.
+        if host is not None and host[0].endpoint and job.state is not JobState.QUEUED:
             server = _server_view(*host)
             server["proxy"] = f"/v1/jobs/{job.id}/server"
             if with_token and not job.state.ended:
@@ -371,6 +425,21 @@ class SchedulerService:
             "run_dir": job.run_dir,
             "server": server,
         }
+
+
+def _driven(job: Job) -> bool:
+    """The cluster runs a driver for it."""
+    return KINDS[job.kind].driven
+
+
+@asynccontextmanager
+async def _storage_answers() -> AsyncIterator[None]:
+    """Raises: UnavailableError when it takes too long; others wait for this submit."""
+    try:
+        async with asyncio.timeout(STORAGE_S):
+            yield
+    except TimeoutError as error:
+        raise UnavailableError(f"the storage did not answer within {STORAGE_S:g} s; nothing was accepted") from error
 
 
 def _check_size(config: dict[str, Any]) -> None:
@@ -399,25 +468,21 @@ def _server_view(server: Server, policy: Policy) -> dict[str, Any]:
     }
 
 
-def _default_name(config: JobConfig) -> str:
-    """What a job is called whose user gave it no name: by what it trains on, or else by its model."""
-    if isinstance(config, InteractiveJobConfig):
-        return PurePath(config.base_model).name or config.base_model
-    return config.environment.name.rpartition(":")[2]
-
-
 def _secrets_named(config: JobConfig) -> dict[str, str]:
-    return {} if isinstance(config, InteractiveJobConfig) else config.environment.secrets
+    return config.environment.secrets if isinstance(config, RLJobConfig) else {}
 
 
 def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:
     """Raises: ConflictError when a repeated idempotency key comes with another job."""
+    given, meant = config.get("start_from"), earlier.config.get("start_from")
+    if given and meant and parse_ref(given).may_mean(parse_ref(meant)):
+        config = {**config, "start_from": meant}
     if (earlier.config, earlier.code_sha256) != (config, code["sha256"].lower() if code else None):
         raise ConflictError("this idempotency key was used for another job", hint="use a new key for each job")
     return earlier
 
 
-def _prepare(run_dir: Path, code: dict[str, str] | None, config: JobConfig) -> None:
+def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None, config: JobConfig) -> None:
     """Make the job's folder, with its code in it. Nothing is left of it when the code is refused, or what it requires."""
     content = decode_zip(code["zip"], code["sha256"]) if code else None
     try:
@@ -428,6 +493,8 @@ def _prepare(run_dir: Path, code: dict[str, str] | None, config: JobConfig) -> N
         try:
             unpack(content, run_dir / "code")
             requirements_of(config, run_dir / "code")
+            if storage is not None:  # for a driver on another node
+                storage.put_folder(run_dir / "code")
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise

@@ -1,9 +1,10 @@
 """What a scheduler is told at its start."""
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from opentinker.config.base import Config
 from opentinker.config.job import Seconds
@@ -27,6 +28,42 @@ class Quota(Config):
         return self.gpus is not None or self.jobs is not None
 
 
+HUB = "hub:"
+"""Before the hub id of a registered model that a server has to download."""
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def _path_or_hub_id(path: str) -> str:
+    if not path.startswith("/") and not _HUB_ID.fullmatch(path):
+        raise ValueError(f"'{path}' is neither an absolute path nor a hub id such as Qwen/Qwen3-0.6B")
+    return path
+
+
+def _folder_or_url(text: str) -> str:
+    if "://" not in text and not text.startswith("/"):
+        raise ValueError(f"'{text}' is neither an absolute path nor a URL such as s3://bucket/path")
+    if "@" in text.partition("://")[2].partition("/")[0]:
+        raise ValueError("a URL must not hold credentials; give them as its fsspec package reads them from the environment")
+    return text
+
+
+class RegisteredModel(Config):
+    """A base model that jobs may name."""
+
+    path: Annotated[str, AfterValidator(_path_or_hub_id)]
+    """A directory with a Hugging Face model, the same on every node; or a hub id, which the node that hosts a
+    server downloads."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """The one `trainer.dtype` that jobs may use it with; None = any."""
+    size: Annotated[int, Field(ge=1)] | None = None
+    """Parameters; None = counted in its files, where they are here."""
+
+    @property
+    def location(self) -> str:
+        """What a server is told to load."""
+        return self.path if self.path.startswith("/") else HUB + self.path
+
+
 class Settings(Config):
     """Import paths are `module:name`; they are resolved in the cluster's processes, never when this package is imported."""
 
@@ -36,7 +73,10 @@ class Settings(Config):
     """`sqlite:///path`, or `postgresql://user@host/name` (a password goes into ~/.pgpass or `?passfile=`). Default: a SQLite
     file in the state folder."""
     runs_dir: Path
-    """Each job writes into its own folder here."""
+    """Each job writes into its own folder here, `<user>/<job>`."""
+    storage_url: Annotated[str, AfterValidator(_folder_or_url)] | None = None
+    """A folder that all nodes share, in place of `runs_dir`; or an fsspec URL (`s3://bucket/path`, `file:///path`), to which
+    what jobs write below `runs_dir` is copied (docs/storage.md)."""
     lease_s: Seconds = 30.0
     """An interactive job that sends no heartbeat for this long is cancelled."""
     reconcile_s: Seconds = 0.5
@@ -69,9 +109,30 @@ class Settings(Config):
     """How long processes that Ray was told to kill may take to vanish before they are killed by process id."""
     exit_timeout_s: Seconds = 10.0
     """How long a process killed like that may take; one that takes longer keeps its slot."""
+    gpu_free_bytes: Annotated[int, Field(ge=0)] | None = 2 * 2**30
+    """A whole GPU is free again when NVML shows no more than this in use; None = as soon as the processes are gone."""
+    last_checkpoint_s: Seconds = 300.0
+    """How long the checkpoint may take that is written before a job is stopped, or ended at one of its limits."""
     server_host: str = "127.0.0.1"
     """Address that the servers' fronts bind."""
     worker_class: str = "opentinker.server.actors:WorkerProcess"
     front_class: str = "opentinker.server.actors:FrontProcess"
-    rl_driver: str = "opentinker.training.run:run_rl_job"
+    drivers: dict[str, str] = Field(default_factory=lambda: {"rl": "opentinker.training.run:run_rl_job"})
+    """By kind of job, what drives it on the cluster."""
     check_model: str = "opentinker.server.models:check_model"
+    known_models: str = "opentinker.server.models:known_models"
+    describe_model: str = "opentinker.server.models:describe_model"
+    models: dict[str, RegisteredModel] = Field(default_factory=dict)
+    """By the name that jobs use, beside the built-in ones (docs/storage.md)."""
+    only_registered_models: bool = False
+    """Jobs may not name a directory of their own choice."""
+
+    @property
+    def run_root(self) -> Path:
+        """The folder of all runs."""
+        return self.runs_dir if self.storage_url is None or self.remote_storage else Path(self.storage_url)
+
+    @property
+    def remote_storage(self) -> str:
+        """The URL that runs are copied to; empty if they are not."""
+        return self.storage_url if self.storage_url is not None and "://" in self.storage_url else ""

@@ -11,7 +11,20 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from opentinker.scheduler.database import WriterLock, connect, migrate, translated, writing
 from opentinker.scheduler.listing import FIRST_PAGE, LIVE, JobQuery
-from opentinker.scheduler.records import ApiKey, AuditEvent, Event, Job, LiveJob, PastUse, Policy, Record, Secret, Server, User
+from opentinker.scheduler.records import (
+    RESTARTING,
+    ApiKey,
+    AuditEvent,
+    Event,
+    Job,
+    LiveJob,
+    PastUse,
+    Policy,
+    Record,
+    Secret,
+    Server,
+    User,
+)
 from opentinker.scheduler.schema import KEYS, TABLES
 from opentinker.scheduler.schema import api_keys as _api_keys
 from opentinker.scheduler.schema import audit as _audit
@@ -65,8 +78,12 @@ class JobStore(Protocol):
         """When a job was given resources, the last time; None while it was not."""
         ...
 
+    def restarts(self, job_id: str) -> int:
+        """How often a job went back into the queue."""
+        ...
+
     def past_use(self, since: float) -> list[PastUse]:
-        """What jobs held that ended after `since`."""
+        """What jobs held that ended after `since`; of one that was restarted, from its first start on."""
         ...
 
     def server(self, server_id: str) -> Server | None: ...
@@ -200,6 +217,11 @@ class SqlStore:
         with translated(), self._engine.connect() as connection:
             at: float | None = connection.execute(query).scalar()
             return at
+
+    def restarts(self, job_id: str) -> int:
+        query = select(func.count()).where(_events.c.job_id == job_id, _events.c.kind == RESTARTING)
+        with translated(), self._engine.connect() as connection:
+            return int(connection.execute(query).scalar_one())
 
     def past_use(self, since: float) -> list[PastUse]:
         held = select(_events.c.job_id, func.min(_events.c.at).label("begin")).where(_events.c.kind == "starting")

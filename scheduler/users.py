@@ -4,7 +4,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,15 +107,15 @@ class UserDirectory:
         self._used(found)
         return Caller(user.name, _allowed(user, found), address)
 
-    def check_token(self, token: str, right: str, address: str) -> None:
-        """Hold a policy's token against the right one ("": there is none). Guesses count like those of keys.
+    def check_token(self, token: str, right: Sequence[str], address: str) -> None:
+        """Hold a policy's token against the right ones. Guesses count like those of keys.
 
         Raises:
             AuthenticationError: it is another.
             RateLimitedError: too many wrong ones came from this address.
         """
         fingerprint = self._fingerprint(token, address)
-        if not right or not hmac.compare_digest(token.encode("utf-8", "replace"), right.encode()):
+        if not any(hmac.compare_digest(token.encode("utf-8", "replace"), one.encode()) for one in right):
             self._wrong_key(address, fingerprint)
             raise unauthenticated()
         self._limiter.succeeded(address, fingerprint)

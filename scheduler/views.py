@@ -71,6 +71,42 @@ class Logs(_View):
     finished: bool
 
 
+class CheckpointView(_View):
+    name: str
+    version: int | None
+    """The policy's, when it was saved; null for those of older releases."""
+    ref: str
+    """user/job/name@version: what `start_from` takes."""
+    kind: str
+    """full or lora."""
+    base_model: str
+    step: int
+    """Optimizer steps behind its weights."""
+    created_at: float
+    bytes: int
+
+
+class Checkpoints(_View):
+    checkpoints: list[CheckpointView]
+    """Newest first."""
+
+
+class ModelView(_View):
+    name: str
+    path: str
+    """A directory or a hub id; empty for a built-in model."""
+    source: str
+    """built-in, directory or hub."""
+    parameters: int | None
+    dtype: str | None
+    """Of its files, or the one that it is registered for; null where it is not known here."""
+    model_type: str | None
+
+
+class Models(_View):
+    models: list[ModelView]
+
+
 class MetricRows(_View):
     rows: list[dict[str, Any]]
     next: int
@@ -92,6 +128,8 @@ class _Who(_View):
 
 class Held(_Who):
     server_state: ServerState
+    unhealthy: str
+    """Why what it holds cannot be freed, although the job has ended; empty while all is well."""
 
 
 class Waiting(_Who):

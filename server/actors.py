@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from opentinker.config.base import parse_config
 from opentinker.config.job import LoraConfig, ServerConfig
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, from_problem
 from opentinker.logfile import write_to
+from opentinker.process_group import own_process_group
 from opentinker.server.front import Front, create_app
 from opentinker.server.listener import Listener
+from opentinker.server.operations import Operation
 from opentinker.server.protocol import Completion, Work
+from opentinker.storage import Mirror, Storage, open_storage
 
 CALL_S = 60.0
 """How long the worker's actor may take to accept or hand over work; its methods never compute."""
@@ -27,14 +31,24 @@ class WorkerProcess:
     """Engine and trainer. A threaded actor: `collect` blocks a thread of its own."""
 
     def __init__(
-        self, config: dict[str, Any], lora: dict[str, Any] | None, checkpoint_root: str, job_id: str, log_path: str
+        self,
+        config: dict[str, Any],
+        lora: dict[str, Any] | None,
+        checkpoint_root: str,
+        job_id: str,
+        log_path: str,
+        storage: Mapping[str, str] | None = None,
     ) -> None:
         """`config` holds the fields of `ServerConfig`; `lora` those of `LoraConfig` if the policy will be an adapter. What this
-        process prints and logs is appended to `log_path`."""
+        process prints and logs is appended to `log_path`. `storage`, {"url", "root"}, is where the job's files are copied."""
+        own_process_group()
         write_to(Path(log_path), job=job_id, process="worker")
         self._config = parse_config(ServerConfig, config)
         self._lora = None if lora is None else parse_config(LoraConfig, lora)
         self._checkpoint_root = Path(checkpoint_root)
+        self._run_dir = Path(log_path).parent
+        self._storage_at = storage
+        self._mirror: Mirror | None = None
         self._loaded = threading.Event()
         self._starting = threading.Lock()
         self._info: dict[str, Any] | None = None
@@ -58,11 +72,23 @@ class WorkerProcess:
         from opentinker.server.worker import Worker
 
         started = time.monotonic()
+        storage = open_storage(**self._storage_at) if self._storage_at else None
+        if storage is not None:
+            self._follow(storage)
         model_dir = resolve_model(self._config.base_model)
-        self._worker = Worker(lambda: load_parts(model_dir, self._config, self._lora, self._checkpoint_root))
+        self._worker = Worker(
+            lambda: replace(load_parts(model_dir, self._config, self._lora, self._checkpoint_root), storage=storage)
+        )
         parts = self._worker.start(timeout_s)
         self._loaded.set()
         return server_info(model_dir, self._config, parts) | {"pid": os.getpid(), "seconds": time.monotonic() - started}
+
+    def _follow(self, storage: Storage) -> None:
+        """Bring the job's code here, where its driver will look for it, and copy from now on what its processes write."""
+        if not (self._run_dir / "code").exists():
+            storage.fetch_folder(self._run_dir / "code")
+        self._mirror = Mirror(storage, self._run_dir)
+        self._mirror.start()
 
     def submit(self, work: Sequence[Work]) -> None:
         self._worker.submit(work)
@@ -78,6 +104,8 @@ class WorkerProcess:
         """End the compute thread. A worker that is still loading has none to end in order: kill its process."""
         if self._loaded.is_set():
             self._worker.stop()
+        if self._mirror is not None:
+            self._mirror.close()
 
 
 class FrontProcess:
@@ -85,6 +113,7 @@ class FrontProcess:
 
     def __init__(self, worker_handle: Any, tokens: Mapping[str, str], host: str, job_id: str, log_path: str) -> None:
         """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token; `log_path` as the worker's."""
+        own_process_group()
         write_to(Path(log_path), job=job_id, process="front")
         app = create_app(RayWorker(worker_handle), tokens)
         self._front: Front = app.state.front
@@ -113,25 +142,40 @@ class FrontProcess:
         args = validate(PolicySpec, spec).model_dump()
         digest = hashlib.blake2b(pack(args), digest_size=16).digest()
         operation = self._front.dispatcher.command(policy, 0, digest, "create", args)
-        await operation.wait(timeout_s)
-        if operation.status == "pending":
-            raise DeadlineError(f"policy {policy} was not created within {timeout_s:.0f} s")
-        if operation.problem is not None:
-            raise from_problem(operation.problem)
-        result: dict[str, Any] = operation.result
-        return result
+        return await _result(operation, timeout_s, f"policy {policy} was not created")
+
+    async def save(self, policy: str, name: str, timeout_s: float) -> dict[str, Any]:
+        """Write a checkpoint for the cluster, whatever the policy's client does meanwhile.
+
+        Raises:
+            OpenTinkerError: the command's own error.
+            DeadlineError: it is not done after `timeout_s`.
+        """
+        operation = self._front.dispatcher.aside(policy, "save", {"name": name})
+        return await _result(operation, timeout_s, f"checkpoint '{name}' was not written")
 
     async def health(self) -> dict[str, Any]:
-        """{"ok", "cause", "pid"}: whether requests are answered, and why not."""
+        """{"ok", "cause", "pid", "idle_s"}: whether requests are answered, and why not; for how long there were none."""
         lost = self._front.dispatcher.lost
         if lost is None and not self._listener.alive:
             lost = ServerLostError("the HTTP server ended; its log says why")
-        return {"ok": lost is None, "cause": "" if lost is None else str(lost), "pid": os.getpid()}
+        idle_s = self._front.dispatcher.idle_s
+        return {"ok": lost is None, "cause": "" if lost is None else str(lost), "pid": os.getpid(), "idle_s": idle_s}
 
     async def stop(self) -> None:
         """Fail what is pending and close the port."""
         await self._front.dispatcher.stop()
         await self._listener.stop()
+
+
+async def _result(operation: Operation, timeout_s: float, failure: str) -> dict[str, Any]:
+    await operation.wait(timeout_s)
+    if operation.status == "pending":
+        raise DeadlineError(f"{failure} within {timeout_s:.0f} s")
+    if operation.problem is not None:
+        raise from_problem(operation.problem)
+    result: dict[str, Any] = operation.result
+    return result
 
 
 class RayWorker:

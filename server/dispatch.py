@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -33,6 +34,7 @@ class Dispatcher:
         self._outbox: list[Work] = []
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._busy_at = clock()
         self.lost: ServerLostError | None = None
         """Why the worker is gone; None while it works."""
 
@@ -77,6 +79,24 @@ class Dispatcher:
         operation, _ = self._operations.open(operation_id, policy, digest)
         self._send(outcome.ready)
         return operation
+
+    def aside(self, policy: str, command: str, args: dict[str, Any]) -> Operation:
+        """The operation of a command of the cluster's own, which has no number: it runs after what the worker was given so far.
+
+        Raises:
+            ServerLostError: the worker is gone.
+        """
+        self.check()
+        operation, _ = self._operations.open(f"{policy}:x:{secrets.token_hex(8)}", policy, b"")
+        self._send((CommandWork(operation.id, policy, command, args),))
+        return operation
+
+    @property
+    def idle_s(self) -> float:
+        """For how long there has been nothing to do."""
+        if self._operations.pending:
+            self._busy_at = self._clock()
+        return self._clock() - self._busy_at
 
     def operation(self, operation_id: str, policy: str) -> Operation:
         """An operation of `policy`, also one that failed with the worker.
@@ -131,6 +151,7 @@ class Dispatcher:
                     self._operations.finish(work.operation, problem=error.to_problem())
 
     def _finish(self, completion: Completion) -> None:
+        self._busy_at = self._clock()
         operation = self._operations.finish(completion.operation, completion.result, completion.problem)
         if operation is not None and isinstance(completion.result, dict):
             version = completion.result.get("version")

@@ -1,20 +1,33 @@
 """The commands of a policy as plain functions over the worker's state. The table is in docs/architecture.md."""
 
+import logging
 import math
-import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch, PolicySpec, validate
+from opentinker.checkpoints import MANIFEST, Checkpoint, checkpoints, find, parse_name, versioned
+from opentinker.client.messages import (
+    TOKEN_SCORES,
+    AdamParams,
+    Datum,
+    LossConfig,
+    Minibatch,
+    PolicySpec,
+    TokenScore,
+    validate,
+)
 from opentinker.config.base import nearest
-from opentinker.errors import ConflictError, InvalidRequestError, OpenTinkerError
+from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError, UnavailableError
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import State
-from opentinker.server.sync import first_measure, publish, push
-from opentinker.server.trainer.checkpoint import write_checkpoint
+from opentinker.server.sync import first_measure, publish, push, serve
+from opentinker.server.trainer.checkpoint import recover_all, write_checkpoint
+from opentinker.server.weights import checkpoint_weights
+from opentinker.storage import all_checkpoints
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+log = logging.getLogger(__name__)
 
 
 def execute(state: State, work: CommandWork) -> dict[str, Any]:
@@ -23,6 +36,8 @@ def execute(state: State, work: CommandWork) -> dict[str, Any]:
     Raises:
         OpenTinkerError: the command's own error; anything else is a bug or a failing device.
     """
+    if work.command not in ("create", "delete"):
+        _ = state.parts.trainer  # raises where there is none
     return _COMMANDS[work.command](state, work.policy, work.args)
 
 
@@ -30,12 +45,18 @@ def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     spec = validate(PolicySpec, args)
     if state.policies or state.parts.engine.version:
         raise ConflictError(f"this server already has a policy; '{policy}' needs a server of its own")
+    if state.parts.training is None:
+        # The scheduler chose the folder: the front lets no client name one.
+        folder = None if spec.checkpoint is None else _here(state, Path(spec.checkpoint))
+        weights = None if folder is None else checkpoint_weights(state.parts.model_dir, folder)
+        state.policies[policy] = serve(state.parts, weights)
+        return {"policy": policy, "version": 0}
     trainer = state.parts.trainer
     trainer.create_policy(policy, spec)
     try:
         state.policies[policy] = first_measure(state.parts, policy)
         if spec.checkpoint is not None:
-            trainer.load(policy, _folder(state, spec.checkpoint))
+            trainer.load(policy, _here(state, Path(spec.checkpoint)), weights_only=True)
             push(state, policy, 0)
     except Exception:
         state.policies.pop(policy, None)
@@ -48,18 +69,21 @@ def _delete(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args)
     state.hosted(policy)
     state.drain()
-    state.parts.trainer.delete_policy(policy)
+    if state.parts.training is not None:
+        state.parts.training.delete_policy(policy)
     del state.policies[policy]
     return {}
 
 
 def _forward(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
-    _known(args, "data", "temperature")
+    _known(args, "data", "compute", "temperature")
     state.hosted(policy)
+    compute = _compute(args.get("compute", ("logprobs",)))
     temperature = _number(args.get("temperature", 1.0), "temperature")
     if not temperature > 0:
         raise InvalidRequestError("temperature must be above 0")
-    return {"logprobs": state.parts.trainer.forward(policy, _data(args), temperature=temperature)}
+    scores = state.parts.trainer.forward(policy, _data(args), compute=compute, temperature=temperature)
+    return {name: scores[name] for name in compute}
 
 
 def _forward_backward(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -107,18 +131,63 @@ def _publish(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
 
 def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args, "name")
-    state.hosted(policy)
-    folder = _folder(state, args.get("name"))
-    manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty))
-    return {"path": str(folder), "manifest": manifest}
+    version, root = state.hosted(policy).version, state.parts.checkpoint_root
+    name, chosen = parse_name(args.get("name"))
+    if chosen is not None:
+        raise InvalidRequestError(f"'{args['name']}' is not a checkpoint name", hint="a save adds the version itself")
+    folder = root / versioned(name, version)
+    before = find(checkpoints(root), name)
+    # The newest of a name is the one saved last, however the clock is set meanwhile.
+    created_at = max(time.time(), before.created_at + 1e-3 if before else 0.0)
+    about = {"name": name, "version": version, "created_at": created_at}
+    manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty, about))
+    storage = state.parts.storage
+    if storage is not None:
+        try:
+            storage.put_folder(folder, last=MANIFEST)
+        except UnavailableError as error:
+            raise CheckpointError(
+                f"the checkpoint {folder} is whole on this node, but was not copied: {error.detail}",
+                hint="save it again when the storage is back",
+            ) from error
+    return {"path": str(folder), "name": name, "version": version, "manifest": manifest}
 
 
 def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     """Also publishes, so that the engine samples from what was loaded."""
     _known(args, "name")
     state.hosted(policy)
-    state.parts.trainer.load(policy, _folder(state, args.get("name")))
+    name, version = parse_name(args.get("name"))
+    root = state.parts.checkpoint_root
+    recover_all(root)
+    saved = _saved(state, root)
+    found = find(saved, name, version)
+    path = root / versioned(name, version) if found is None else found.path
+    if found is None and not path.is_dir():  # of one that is damaged, `load` says what is wrong
+        known = ", ".join(versioned(c.name, c.version) for c in saved[:10])
+        raise CheckpointError(
+            f"there is no checkpoint '{versioned(name, version)}' of this policy",
+            hint=f"there are: {known}" if known else "none was saved yet",
+        )
+    state.parts.trainer.load(policy, _here(state, path))
     return publish(state, policy, "drain")
+
+
+def _saved(state: State, root: Path) -> list[Checkpoint]:
+    """The policy's checkpoints, newest first; when the storage is away, those of this node."""
+    try:
+        return all_checkpoints(root, state.parts.storage)
+    except UnavailableError as error:
+        log.warning("event=storage_away error=%s", error)
+        return checkpoints(root)
+
+
+def _here(state: State, folder: Path) -> Path:
+    """The folder of a checkpoint, brought here from the storage if this node has it not."""
+    storage = state.parts.storage
+    if storage is not None and storage.covers(folder) and not folder.is_dir():
+        storage.fetch_folder(folder, last=MANIFEST)
+    return folder
 
 
 _COMMANDS: dict[str, Callable[[State, str, dict[str, Any]], dict[str, Any]]] = {
@@ -156,6 +225,17 @@ def _data(args: dict[str, Any]) -> list[Datum]:
     return [Datum.from_wire(body) for body in _list(args.get("data"), "data")]
 
 
+def _compute(value: Any) -> tuple[TokenScore, ...]:
+    """What a `forward` is asked for, each once."""
+    asked = _list(value, "compute")
+    for name in asked:
+        if not isinstance(name, str) or name not in TOKEN_SCORES:
+            raise InvalidRequestError(
+                f"compute: there is no '{name}'; nothing was computed", hint=nearest(str(name), TOKEN_SCORES)
+            )
+    return tuple(name for name in TOKEN_SCORES if name in asked)
+
+
 def _minibatches(value: Any, data_count: int) -> list[Minibatch]:
     minibatches = [validate(Minibatch, body) for body in _list(value, "minibatches")]
     for number, minibatch in enumerate(minibatches):
@@ -167,10 +247,3 @@ def _minibatches(value: Any, data_count: int) -> list[Minibatch]:
                 f"minibatch {number} has index {outside[0]}, but there are {data_count} data; nothing was trained"
             )
     return minibatches
-
-
-def _folder(state: State, name: Any) -> Path:
-    """The folder of a checkpoint name, which is a single safe path component."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequestError(f"'{name}' is not a checkpoint name", hint="letters, digits, '.', '_' and '-', up to 100")
-    return state.parts.checkpoint_root / name

@@ -217,6 +217,11 @@ def _envelope(body: Any) -> tuple[int, str, dict[str, Any]]:
         raise InvalidRequestError(f"unknown command '{command}'", hint=nearest(str(command), COMMANDS))
     if not isinstance(args, dict):
         raise InvalidRequestError("args must be an object")
+    if command == "create" and args.get("checkpoint") is not None:
+        # It is a folder on the server's node; whose that may be, only the scheduler knows.
+        raise InvalidRequestError(
+            "a start checkpoint cannot be named here", hint="give start_from in the job's config, where it is submitted"
+        )
     return seq, command, args
 
 

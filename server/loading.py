@@ -20,10 +20,12 @@ def device() -> str:
 
 
 def load_parts(model_dir: Path, config: ServerConfig, lora: LoraConfig | None, checkpoint_root: Path) -> Parts:
-    """Load engine and trainer, one after the other: both set torch's global default dtype and initialisers meanwhile, so
-    side by side they spoil each other's weights. Call it from the thread that will use them."""
+    """Load the engine and, if the config has one, the trainer: one after the other, for both set torch's global default dtype
+    and initialisers meanwhile, so side by side they spoil each other's weights. Call it from the thread that will use them."""
     kind = resolve_engine_kind(config.engine)
-    engine = create_engine(model_dir, config.engine, config.trainer.dtype, lora=lora, stop_token_ids=stop_token_ids(model_dir))
+    engine = create_engine(model_dir, config.engine, config.dtype, lora=lora, stop_token_ids=stop_token_ids(model_dir))
+    if config.trainer is None:
+        return Parts(engine, None, model_dir, checkpoint_root)
     try:
         trainer = TorchTrainer(model_dir, config.trainer, device=device())
         canaries = canary_prompts(model_dir / "tokenizer.json")
@@ -31,9 +33,10 @@ def load_parts(model_dir: Path, config: ServerConfig, lora: LoraConfig | None, c
         engine.close()
         raise
     return Parts(
-        engine=engine,
-        trainer=trainer,
-        checkpoint_root=checkpoint_root,
+        engine,
+        trainer,
+        model_dir,
+        checkpoint_root,
         canaries=canaries,
         drift_limit=config.trainer.drift_limit,
         adapter_serving=resolve_lora_serving(config.engine, kind, device()) == "adapter",

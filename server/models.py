@@ -1,6 +1,7 @@
 """Base models by name or directory, and what the rest of the system needs to know of a model's files."""
 
 import json
+import math
 import os
 import tempfile
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from opentinker.config.base import nearest
 from opentinker.errors import UnknownModelError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+HUB = "hub:"
+"""Before a hub id, which is downloaded; only the scheduler, whose settings register such models, gives one."""
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _CONFIGS_WITH_EOS = ("generation_config.json", "config.json")
 
 
@@ -58,19 +62,49 @@ def check_model(name: str) -> None:
         raise UnknownModelError(f"unknown base model '{name}'", hint=hint)
 
 
+def known_models() -> list[str]:
+    """The names of the built-in models."""
+    return sorted(KNOWN_MODELS)
+
+
+def describe_model(name: str) -> dict[str, Any]:
+    """{"parameters", "dtype", "model_type"} as its files say, without loading them; None for what they don't, and for a
+    model whose files are not here yet."""
+    folder = _cached(name) if name in KNOWN_MODELS else Path(name)
+    try:
+        config = _read_json(folder / "config.json")
+        sizes = [_count(file) for file in folder.glob("*.safetensors")]
+    except (OSError, ValueError, UnknownModelError, KeyError, TypeError):
+        return {"parameters": None, "dtype": None, "model_type": None}
+    return {
+        "parameters": sum(sizes) or None,
+        "dtype": config.get("dtype") or config.get("torch_dtype"),
+        "model_type": config.get("model_type"),
+    }
+
+
+def _count(file: Path) -> int:
+    """Numbers in a safetensors file; its header is all that is read (github.com/huggingface/safetensors, Format)."""
+    with file.open("rb") as content:
+        header = json.loads(content.read(int.from_bytes(content.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
 def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
     """The directory of a base model. A known model is converted on first use into `cache_dir` (by default
     opentinker/models in $XDG_CACHE_HOME, or in ~/.cache where that is not set); any number of processes may do so at once.
 
     Raises:
-        UnknownModelError: see `check_model`; or the cache cannot be written.
+        UnknownModelError: see `check_model`; or the cache cannot be written, or a download fails.
     """
+    if name.startswith(HUB):
+        return _download(name.removeprefix(HUB))
     check_model(name)
     if name not in KNOWN_MODELS:
         return Path(name).resolve()
     known = KNOWN_MODELS[name]
-    cache = cache_dir or _user_cache() / "opentinker" / "models"
-    target = cache / f"{name}-{known.version}"
+    target = _cached(name, cache_dir)
+    cache = target.parent
     if not target.is_dir():
         try:
             cache.mkdir(parents=True, exist_ok=True)
@@ -81,6 +115,27 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
         except OSError as error:
             raise UnknownModelError(f"cannot write '{name}' into the model cache {cache}: {error}") from error
     return target
+
+
+def _cached(name: str, cache_dir: Path | None = None) -> Path:
+    """Where a known model is once it was converted."""
+    cache = cache_dir or _user_cache() / "opentinker" / "models"
+    return cache / f"{name}-{KNOWN_MODELS[name].version}"
+
+
+def _download(hub_id: str) -> Path:
+    """The files of a model of the hub; those that are here already are not asked for again."""
+    import httpx
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise UnknownModelError(
+            f"cannot download '{hub_id}' from the model hub: {why}",
+            hint="has this node a network? Files that are copied to every node can be registered by their directory",
+        ) from error
 
 
 def _user_cache() -> Path:

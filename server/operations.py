@@ -70,6 +70,12 @@ class OperationTable:
         self._finished: OrderedDict[str, None] = OrderedDict()
         self._last: dict[str, str] = {}
         self._bytes = 0
+        self._pending = 0
+
+    @property
+    def pending(self) -> int:
+        """How many operations have not finished."""
+        return self._pending
 
     def open(self, operation_id: str, policy: str, digest: bytes) -> tuple[Operation, bool]:
         """The operation of this id and whether it is new.
@@ -80,6 +86,7 @@ class OperationTable:
         known = self._operations.get(operation_id)
         if known is None:
             operation = self._operations[operation_id] = Operation(operation_id, policy, digest)
+            self._pending += 1
             return operation, True
         if known.digest != digest or known.policy != policy:
             raise ConflictError(
@@ -104,6 +111,7 @@ class OperationTable:
         if operation is None or operation.status != "pending":
             return None
         operation.finish(result, problem)
+        self._pending -= 1
         self._finished[operation_id] = None
         self._last[operation.policy] = operation_id
         self._bytes += operation.size_bytes

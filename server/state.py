@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opentinker.client.messages import FloatArray, IntArray
-from opentinker.errors import DeadlineError, NotFoundError, OpenTinkerError
+from opentinker.errors import ConflictError, DeadlineError, NotFoundError, OpenTinkerError, VersionNotServedError
 from opentinker.server.engine.base import RolloutEngine
 from opentinker.server.trainer.base import Trainer
+from opentinker.storage import Storage
 
 DRAIN_S = 900.0
 """An engine with running requests of which none ends for this long counts as stuck; no single answer takes as long."""
@@ -19,13 +20,27 @@ class Parts:
     """What a worker is built from."""
 
     engine: RolloutEngine
-    trainer: Trainer
+    training: Trainer | None
+    """None: this server only samples."""
+    model_dir: Path
     checkpoint_root: Path
-    canaries: tuple[IntArray, ...]
+    canaries: tuple[IntArray, ...] = ()
     """Fixed prompts on which engine and trainer are compared."""
-    drift_limit: float
+    drift_limit: float = 0.0
+    storage: Storage | None = None
+    """Where checkpoints are copied, and those come from that this node has not."""
     adapter_serving: bool = False
     """Publish a LoRA policy as an adapter; otherwise merged into the base weights."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """Raises: ConflictError when this server only samples."""
+        if self.training is None:
+            raise ConflictError(
+                "this server has no trainer: its job is of kind 'inference'",
+                hint="train in a job of kind 'rl' or 'interactive'",
+            )
+        return self.training
 
 
 @dataclass
@@ -48,6 +63,8 @@ class State:
     parts: Parts
     pump: Callable[[], int]
     """Advance the engine by one step and deliver what ended; how many requests did."""
+    fail: Callable[[str, OpenTinkerError], None]
+    """Deliver the failure of a running request, by the id that the engine knows it by; the engine has given it up."""
     policies: dict[str, Hosted] = field(default_factory=dict)
     fault: OpenTinkerError | None = None
     """Why the engine's weights cannot be trusted: set by a failed publish, cleared by the next good one."""
@@ -61,6 +78,23 @@ class State:
         if policy not in self.policies:
             raise NotFoundError(f"no policy '{policy}' on this server")
         return self.policies[policy]
+
+    def check_version(self, policy: str, version: int | None) -> None:
+        """Is `version` what the policy's samples come from? None stands for whichever does.
+
+        Raises:
+            NotFoundError: there is no such policy.
+            VersionNotServedError: another version is live.
+        """
+        live = self.hosted(policy).version
+        if version is None or version == live:
+            return
+        raise VersionNotServedError(
+            f"version {version} of policy '{policy}' is not served: version {live} is live, and the engine holds one at a time",
+            hint="leave the version out for the latest; an earlier one that was saved can be loaded, as a new version"
+            if version < live
+            else f"ask again, under another request_id, when a publish has answered with version {version}",
+        )
 
     def drain(self) -> None:
         """Step the engine until no request is running.

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from opentinker.client.messages import Datum, FloatArray, IntArray, TokenChunk
-from opentinker.errors import EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
+from opentinker.errors import EngineError, InvalidRequestError, OpenTinkerError, VersionNotServedError, WeightSyncError
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import NamedTensors, WeightAck
 from opentinker.server.state import Hosted, Parts, State
@@ -52,11 +52,23 @@ def first_measure(parts: Parts, policy: str) -> Hosted:
     return Hosted(baseline=drift, canary_logprobs=logprobs, digests=digests)
 
 
+def serve(parts: Parts, weights: NamedTensors | None) -> Hosted:
+    """The policy of a server without a trainer: the base model, or these weights.
+
+    Raises:
+        WeightSyncError: a tensor did not arrive as it was sent, or the engine misses one.
+    """
+    digests: dict[str, str] = {}
+    if weights is not None:
+        _check_ack(parts.engine.update_weights(_digesting(weights, digests), 0), digests)
+    return Hosted(baseline=0.0, canary_logprobs=[], digests=digests)
+
+
 def publish(state: State, policy: str, mode: str) -> dict[str, Any]:
     """Make the engine sample from the trainer's weights, under the next version.
 
     `mode` says what happens to running requests: 'drain' finishes them under the old version, 'abort' starts them anew
-    under the new one.
+    under the new one, and fails those that were asked of the old one.
 
     Raises:
         WeightSyncError: a tensor did not arrive as it was sent, or engine and trainer disagree. The version stays, and
@@ -77,7 +89,12 @@ def publish(state: State, policy: str, mode: str) -> dict[str, Any]:
     result = push(state, policy, hosted.attempted + 1)
     try:
         for request in interrupted:
-            engine.add(request)
+            try:
+                state.check_version(policy, request.version)
+            except VersionNotServedError as error:
+                state.fail(request.request_id, error)
+            else:
+                engine.add(request)
     except Exception as error:
         state.fault = EngineError(f"the engine does not take up again what a publish interrupted: {error}")
         raise state.fault from error
@@ -161,7 +178,7 @@ def _share_changed(old: dict[str, str], new: dict[str, str]) -> float:
 def _compare(parts: Parts, policy: str) -> tuple[list[FloatArray], float]:
     """(the engine's logprobs of the canaries, mean |difference| to the trainer's per token, in nats)."""
     engine = parts.engine.prompt_logprobs(parts.canaries)
-    trainer = parts.trainer.forward(policy, _data(parts.canaries), temperature=1.0)
+    trainer = parts.trainer.forward(policy, _data(parts.canaries), temperature=1.0)["logprobs"]
     differences = [np.abs(ours[1:] - theirs) for ours, theirs in zip(engine, trainer, strict=True)]
     return engine, float(np.concatenate(differences).mean())
 

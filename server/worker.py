@@ -108,7 +108,7 @@ class Worker:
             self._error = error
             self._ready.set()
             return
-        self._state = State(parts, pump=self._step)
+        self._state = State(parts, pump=self._step, fail=self._fail_running)
         self._ready.set()
         try:
             while not self._stopping:
@@ -141,6 +141,7 @@ class Worker:
             self._state.hosted(work.policy)
             if self._state.fault is not None:
                 raise self._state.fault
+            self._state.check_version(work.policy, work.request.version)
             # Request ids are unique within a policy; operation ids within the server.
             self._state.parts.engine.add(dataclasses.replace(work.request, request_id=work.operation))
         except Exception as error:
@@ -174,6 +175,10 @@ class Worker:
     def _answer(self, result: SampleResult) -> dict[str, Any]:
         work = self._running.pop(result.request_id)
         return dataclasses.replace(result, request_id=work.request.request_id).to_wire()
+
+    def _fail_running(self, operation: str, error: OpenTinkerError) -> None:
+        del self._running[operation]
+        self._fail([operation], error)
 
     def _drop_running(self, error: OpenTinkerError) -> None:
         self._fail(list(self._running), error)

@@ -18,7 +18,7 @@ from rich.text import Text
 from opentinker.client.local import API_KEY_VARIABLE, STATE_DIR, find_cluster
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.config.base import apply_overrides, parse_config, read_yaml
-from opentinker.config.job import RLJobConfig
+from opentinker.config.job import JobConfig, RLJobConfig, parse_job
 from opentinker.errors import ConfigError, OpenTinkerError
 
 out = Console(highlight=False)
@@ -101,6 +101,15 @@ def read_rl_config(path: Path, overrides: list[str] | None) -> RLJobConfig:
         ConfigError: see `parse_config`.
     """
     return parse_config(RLJobConfig, apply_overrides(read_yaml(path), overrides or []))
+
+
+def read_job_config(path: Path, overrides: list[str] | None) -> JobConfig:
+    """The job of any kind that a YAML file and overrides describe; without a kind it is `rl`.
+
+    Raises:
+        ConfigError: see `parse_job`.
+    """
+    return parse_job({"kind": "rl", **apply_overrides(read_yaml(path), overrides or [])})
 
 
 @contextmanager

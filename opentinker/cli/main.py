@@ -5,11 +5,31 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from opentinker.cli import cancel, demo, describe, down, events, logs, ps, secrets, submit, top, train, up, users, wait
+from opentinker.cli import (
+    cancel,
+    checkpoints,
+    demo,
+    describe,
+    down,
+    events,
+    logs,
+    models,
+    ps,
+    secrets,
+    stop,
+    submit,
+    top,
+    train,
+    up,
+    users,
+    wait,
+)
 from opentinker.cli.common import print_error
 from opentinker.errors import ConfigError, OpenTinkerError
 
-_EXTRAS = dict.fromkeys(("ray", "fastapi", "uvicorn", "sqlalchemy", "psutil", "starlette", "torch", "transformers"), "cluster")
+_EXTRAS = dict.fromkeys(
+    ("ray", "fastapi", "uvicorn", "sqlalchemy", "psutil", "starlette", "torch", "transformers", "fsspec"), "cluster"
+)
 """Which extra brings a package that the light client lacks."""
 
 
@@ -41,7 +61,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for _module in (up, down, submit, train, ps, top, describe, logs, events, wait, cancel, demo):
+for _module in (up, down, submit, train, ps, top, describe, logs, events, checkpoints, models, wait, stop, cancel, demo):
     _name = _module.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_module, _name))
 app.add_typer(secrets.secrets, name="secrets")

@@ -125,7 +125,8 @@ def _held(held: Iterable[tuple[dict[str, Any], dict[str, Any]]], many_nodes: boo
     columns += [("node", {"max_width": width // 6})] if many_nodes else []
     table = plain_table(*columns)
     for node, entry in held:
-        state = Text("STOPPING", "magenta") if entry["server_state"] == "STOPPING" else state_text(entry)
+        stopping = entry["server_state"] == "STOPPING"
+        state = Text("UNHEALTHY" if entry["unhealthy"] else "STOPPING", "magenta") if stopping else state_text(entry)
         cells = [Text(amount(entry["gpus"], entry["cpu_slots"])), _job(entry), state, Text(entry["owner"])]
         cells += [Text(entry["kind"])] if wide else []
         cells += [Text(ago(entry["since"], now)), Text(entry["name"])]

@@ -65,6 +65,7 @@ def train(
             scheduling=job.scheduling,
             name=job.name,
             seed=job.training.seed,
+            start_from=job.start_from,
         ) as hosted:
             with Progress(job.name or job.environment.name, job.training.steps) as progress, hosted.explained():
                 summary = run_rl_job(

@@ -28,7 +28,10 @@ def up(
         str | None, typer.Option(help="Serve a running Ray cluster instead of starting one; 'auto' finds it.")
     ] = None,
     settings: Annotated[
-        Path | None, typer.Option(help="YAML file of scheduler settings: quotas, shares, leases, ... (docs/scheduling.md).")
+        Path | None,
+        typer.Option(
+            help="YAML file of scheduler settings: quotas, shares, storage, models, ... (docs/scheduling.md, storage.md)."
+        ),
     ] = None,
 ) -> None:
     """Start a cluster on this machine and keep it until Ctrl-C.

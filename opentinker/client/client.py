@@ -13,7 +13,18 @@ from opentinker.client.policy import PolicyClient
 from opentinker.client.reach import Connect, choose_endpoint
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.client.sync import SyncRunner
-from opentinker.config.job import EngineConfig, InteractiveJobConfig, LoraConfig, Resources, Scheduling, TrainerConfig
+from opentinker.config.job import (
+    INFERENCE_MEMORY_FRACTION,
+    Dtype,
+    EngineConfig,
+    InferenceJobConfig,
+    InteractiveJobConfig,
+    JobConfig,
+    LoraConfig,
+    Resources,
+    Scheduling,
+    TrainerConfig,
+)
 from opentinker.errors import (
     AuthenticationError,
     ConflictError,
@@ -63,9 +74,12 @@ class Client:
         scheduling: Scheduling | None = None,
         name: str = "",
         seed: int = 0,
+        start_from: str = "",
         start_timeout_s: float = 1800.0,
     ) -> "Job":
         """Submit an interactive job and wait until its server is up. Time in the cluster's queue counts.
+
+        `start_from` is the address of a checkpoint whose weights the policy starts from, such as `job-46b60ae170/guess-v1`.
 
         Raises:
             UnknownModelError: the cluster does not know the model.
@@ -81,7 +95,38 @@ class Client:
             scheduling=scheduling or Scheduling(),
             name=name,
             seed=seed,
+            start_from=start_from,
         )
+        return self._open(config, start_timeout_s)
+
+    def serve(
+        self,
+        base_model: str,
+        *,
+        engine: EngineConfig | None = None,
+        dtype: Dtype = "bfloat16",
+        resources: Resources | None = None,
+        scheduling: Scheduling | None = None,
+        name: str = "",
+        start_timeout_s: float = 1800.0,
+    ) -> "Job":
+        """Submit an inference job that lives as long as this client, and wait until its server is up: a model to sample from,
+        without a trainer. `job.run(lambda policy: policy.sample(...))` asks it.
+
+        Raises: as `create_job`.
+        """
+        config = InferenceJobConfig(
+            base_model=base_model,
+            engine=engine or EngineConfig(memory_fraction=INFERENCE_MEMORY_FRACTION),
+            dtype=dtype,
+            resources=resources or Resources(),
+            scheduling=scheduling or Scheduling(),
+            name=name,
+            lease=True,
+        )
+        return self._open(config, start_timeout_s)
+
+    def _open(self, config: JobConfig, start_timeout_s: float) -> "Job":
         job = Job(self.scheduler, config, self.scheduler.submit(config.model_dump(mode="json")), connect=self._connect)
         self._jobs.append(job)
         try:
@@ -112,7 +157,7 @@ class Job:
     def __init__(
         self,
         scheduler: SchedulerClient,
-        config: InteractiveJobConfig,
+        config: JobConfig,
         record: dict[str, Any],
         *,
         connect: Connect = "auto",
@@ -179,11 +224,11 @@ class Job:
             return self._sync.run(connected())
 
     def save(self, name: str) -> dict[str, Any]:
-        """Checkpoint the policy under `name` on the cluster: {"path", "manifest"}."""
+        """Checkpoint the policy under `name` on the cluster: {"path", "name", "version", "manifest"}."""
         return self.run(lambda policy: policy.save(name))
 
     def load(self, name: str) -> dict[str, Any]:
-        """Restore weights and optimizer from this job's checkpoint `name`: {"version"}."""
+        """Restore weights and optimizer from this job's checkpoint `name`, the newest or as `name@version`: {"version"}."""
         return self.run(lambda policy: policy.load(name))
 
     def complete(self) -> None:

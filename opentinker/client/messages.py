@@ -5,7 +5,7 @@ Axes: T = tokens of one datum or one sample.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,15 @@ FloatArray = npt.NDArray[np.float32]
 
 FLOAT_ARRAYS = ("weights", "advantages", "behaviour_logprobs", "proximal_logprobs")
 """Optional named arrays of a datum, float32[T], aligned to `targets`."""
+TokenScore = Literal["logprobs", "reference_logprobs", "entropy", "values"]
+"""What `forward` can compute of each weighted target:
+
+- `logprobs`: its logprob under the policy.
+- `reference_logprobs`: its logprob under the base model, as it was before any training.
+- `entropy`: of the policy's whole distribution at its place, in nats.
+- `values`: a value head's estimate.
+"""
+TOKEN_SCORES: tuple[TokenScore, ...] = get_args(TokenScore)
 
 
 def _tokens(value: Any, what: str) -> IntArray:
@@ -159,6 +168,8 @@ class SampleRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     prompt_logprobs: bool = False
+    version: int | None = None
+    """The policy version to sample from, which must be the live one; None = whichever is live."""
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -167,13 +178,14 @@ class SampleRequest:
             "params": self.params.model_dump(),
             "n": self.n,
             "prompt_logprobs": self.prompt_logprobs,
+            "version": self.version,
         }
 
     @classmethod
     def from_wire(cls, body: Any) -> Self:
         if not isinstance(body, Mapping):
             raise InvalidRequestError("a sample request must be an object")
-        unknown = set(body) - {"request_id", "prompt", "params", "n", "prompt_logprobs"}
+        unknown = set(body) - {"request_id", "prompt", "params", "n", "prompt_logprobs", "version"}
         if unknown:
             raise InvalidRequestError(f"unknown keys in a sample request: {', '.join(sorted(unknown))}")
         request_id, n = body.get("request_id"), body.get("n", 1)
@@ -181,11 +193,16 @@ class SampleRequest:
             raise InvalidRequestError("a sample request needs a request_id of 1 to 200 characters")
         if not isinstance(n, int) or not 1 <= n <= 1024:
             raise InvalidRequestError("n must be between 1 and 1024")
+        version = body.get("version")
+        if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 0):
+            raise InvalidRequestError(
+                f"version must be a whole number from 0, not {version!r}", hint="leave it out for the latest"
+            )
         prompt = chunks_from_wire(body.get("prompt"))
         if not sum(len(c.tokens) for c in prompt):
             raise InvalidRequestError("the prompt is empty")
         params = validate(SamplingParams, body.get("params") or {})
-        return cls(request_id, prompt, params, n, bool(body.get("prompt_logprobs", False)))
+        return cls(request_id, prompt, params, n, bool(body.get("prompt_logprobs", False)), version)
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -294,6 +311,7 @@ class PolicySpec(WireModel):
     """The fields of `LoraConfig`."""
     seed: int = 0
     checkpoint: str | None = None
+    """The folder of the checkpoint whose weights it starts from. Only the scheduler may name one."""
 
 
 def validate(model: type[M], body: Any) -> M:

@@ -21,6 +21,7 @@ from opentinker.client.messages import (
     SampleResult,
     SamplingParams,
     TokenChunk,
+    TokenScore,
 )
 from opentinker.errors import from_problem
 
@@ -68,10 +69,17 @@ class PolicyClient:
         n: int = 1,
         request_id: str | None = None,
         prompt_logprobs: bool = False,
+        version: int | None = None,
         deadline_s: float = 300.0,
     ) -> SampleResult:
-        """Sample `n` continuations of `prompt`. Repeating a call with its `request_id` gives the first call's answer."""
-        request = SampleRequest(request_id or uuid.uuid4().hex, _chunks(prompt), params, n, prompt_logprobs)
+        """Sample `n` continuations of `prompt`. Repeating a call with its `request_id` gives the first call's answer.
+
+        With a `version`, all tokens are that version's.
+
+        Raises:
+            VersionNotServedError: `version` is not the live one, or a publish with mode 'abort' replaced it meanwhile.
+        """
+        request = SampleRequest(request_id or uuid.uuid4().hex, _chunks(prompt), params, n, prompt_logprobs, version)
         deadline = Deadline(deadline_s)
         wait_s = min(POLL_S, deadline_s)
         operation = await self._http.request(
@@ -79,10 +87,22 @@ class PolicyClient:
         )
         return SampleResult.from_wire(await self._result(operation, deadline))
 
-    async def forward(self, data: Sequence[Datum], *, temperature: float = 1.0) -> list[FloatArray]:
-        """Logprob of every weighted target (0 elsewhere), float32[T] per datum."""
-        result = await self.command("forward", {"data": _wire(data), "temperature": temperature})
-        return [np.asarray(logprobs, np.float32) for logprobs in result["logprobs"]]
+    async def forward(
+        self, data: Sequence[Datum], *, compute: Sequence[TokenScore] = ("logprobs",), temperature: float = 1.0
+    ) -> dict[TokenScore, list[FloatArray]]:
+        """What was asked for of every weighted target (0 elsewhere), float32[T] per datum; no gradient.
+
+            scores = await policy.forward(data, compute=("logprobs", "reference_logprobs", "entropy"))
+            log_ratio_T = scores["logprobs"][0] - scores["reference_logprobs"][0]
+
+        `temperature` divides the logits of the policy and of the reference alike.
+
+        Raises:
+            InvalidRequestError: the policy cannot give one of them (no policy has a value head yet).
+        """
+        args = {"data": _wire(data), "compute": list(compute), "temperature": temperature}
+        result = await self.command("forward", args)
+        return {name: [np.asarray(score, np.float32) for score in result[name]] for name in compute}
 
     async def forward_backward(self, data: Sequence[Datum], loss: LossConfig, *, factor: float = 1.0) -> dict[str, Any]:
         """Accumulate gradients of factor * (sum of the loss): loss, metrics, logprobs."""
@@ -117,11 +137,11 @@ class PolicyClient:
         return await self.command("publish", {"mode": mode})
 
     async def save(self, name: str) -> dict[str, Any]:
-        """Write a checkpoint: path, manifest."""
+        """Write a checkpoint: path, name, version, manifest."""
         return await self.command("save", {"name": name})
 
     async def load(self, name: str) -> dict[str, Any]:
-        """Restore and publish a checkpoint: version and the rest of a publish."""
+        """Restore and publish a checkpoint, the newest of `name` or `name@version`: version and the rest of a publish."""
         return await self.command("load", {"name": name})
 
     async def command(self, command: str, args: dict[str, Any], *, deadline_s: float = COMMAND_DEADLINE_S) -> dict[str, Any]:

@@ -106,6 +106,11 @@ class SchedulerClient:
     def cancel(self, job_id: str) -> dict[str, Any]:
         return self._call("POST", f"{_path(job_id)}/cancel")
 
+    def stop(self, job_id: str) -> dict[str, Any]:
+        """End a job after a checkpoint, `stopped`. Writing it may take longer than this call: the job has ended when its state
+        says so."""
+        return self._call("POST", f"{_path(job_id)}/stop")
+
     def logs(self, job_id: str, *, offset: int = 0, source: str | None = None) -> dict[str, Any]:
         """{"text", "offset", "finished"}; `offset` continues where an earlier answer ended. `source` is "driver" or "server";
         None = the driver's, or the server's where there is no driver."""
@@ -115,6 +120,16 @@ class SchedulerClient:
     def metrics(self, job_id: str, *, after: int = 0) -> dict[str, Any]:
         """{"rows", "next", "finished"}; `after` is an earlier answer's `next`."""
         return self._call("GET", f"{_path(job_id)}/metrics", params={"after": after})
+
+    def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
+        """The job's whole checkpoints, newest first; `ref` is what `start_from` takes."""
+        found: list[dict[str, Any]] = self._call("GET", f"{_path(job_id)}/checkpoints")["checkpoints"]
+        return found
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models that a job's `base_model` can name."""
+        found: list[dict[str, Any]] = self._call("GET", "/v1/models")["models"]
+        return found
 
     def cluster(self) -> dict[str, Any]:
         return self._call("GET", "/v1/cluster")

@@ -1,7 +1,8 @@
 """The configs of a job. A YAML file, a Python call and the scheduler's store all hold the same fields."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -45,10 +46,15 @@ class EngineConfig(Config):
     LoRA kernels. 'auto' = merge on CPU and with the transformers engine, adapter on CUDA."""
 
 
+Dtype = Literal["bfloat16", "float32"]
+INFERENCE_MEMORY_FRACTION = 0.9
+"""Default share of a GPU for an engine that has it to itself."""
+
+
 class TrainerConfig(Config):
     """The trainer of the job's server."""
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     """Type of weights and activations, in trainer and engine. Master weights and optimizer state are float32 always."""
     pack_tokens: Annotated[int, Field(ge=16)] = 1024
     """Tokens in one packed forward pass. A group that does not fit is split."""
@@ -63,7 +69,16 @@ class ServerConfig(Config):
     base_model: str
     """A known model name, or a directory with a Hugging Face model (on the cluster)."""
     engine: EngineConfig = EngineConfig()
-    trainer: TrainerConfig = TrainerConfig()
+    dtype: Dtype = "bfloat16"
+    """Type of weights and activations."""
+    trainer: TrainerConfig | None = None
+    """None: the server only samples."""
+
+    @model_validator(mode="after")
+    def _one_dtype(self) -> "ServerConfig":
+        if self.trainer is not None and self.trainer.dtype != self.dtype:
+            raise ValueError(f"the engine's dtype is {self.dtype}, the trainer's {self.trainer.dtype}")
+        return self
 
 
 def _whole_or_fraction(gpus: float) -> float:
@@ -118,8 +133,14 @@ class Scheduling(Config):
     priority: Annotated[int, Field(ge=-10, le=10)] = 0
     """Jobs of a higher priority go first, whatever anybody used; within a priority, fair share and waiting time decide."""
     time_limit_s: Seconds | None = None
-    """Longest time that the job may hold its resources; then it FAILs. With a limit, a job may fill gaps in front of larger
-    jobs; without one, it never overtakes."""
+    """Longest time that the job may hold its resources; then it FAILs, with its weights saved as checkpoint `stopped`. With a
+    limit, a job may fill gaps in front of larger jobs; without one, it never overtakes."""
+    idle_limit_s: Seconds | None = None
+    """Longest time that a RUNNING job's server may have nothing to do; then the job ends: FAILED if the cluster drives it,
+    CANCELLED if a client does, COMPLETED if nobody has to. None = no limit."""
+    max_restarts: Annotated[int, Field(ge=0, le=100)] = 0
+    """How often a job whose server or driver died goes back into the queue, to go on from its last checkpoint. Not for jobs
+    with a lease: their client gets a ServerLostError, and starts anew from a checkpoint."""
 
 
 class SamplingConfig(Config):
@@ -233,20 +254,61 @@ class RLTrainingConfig(Config):
     """Sample episodes written to the run's transcripts."""
 
 
-class RLJobConfig(Config):
-    """A reinforcement-learning job."""
+class JobConfig(Config):
+    """What jobs of every kind have: a server, and a place in the queue. Subclasses are the kinds."""
 
-    kind: Literal["rl"] = "rl"
+    driven: ClassVar[bool] = False
+    """The cluster runs a driver for it; otherwise whoever has its token uses its server."""
+    trains: ClassVar[bool] = True
+    """Its server has a trainer, so that there is something to save."""
+
+    kind: str
     name: str = ""
     """Shown by `opentinker ps`; free text."""
     base_model: str
     """A known model name (`smollm2-135m`), or a directory with a Hugging Face model on the cluster."""
     lora: LoraConfig | None = None
     """An adapter to train; None trains the full parameters."""
+    start_from: str = ""
+    """A checkpoint whose weights the policy starts from, as `user/job/name@version`; `user/` and `@version` may be left out.
+    Its base model and adapter have to be this job's; the optimizer starts anew."""
     engine: EngineConfig = EngineConfig()
-    trainer: TrainerConfig = TrainerConfig()
     resources: Resources = Resources()
     scheduling: Scheduling = Scheduling()
+
+    @model_validator(mode="after")
+    def _can_restart(self) -> "JobConfig":
+        if self.scheduling.max_restarts and self.leased:
+            raise ValueError(
+                "scheduling.max_restarts is for jobs that the cluster drives: here the client has to go on, from a checkpoint"
+            )
+        return self
+
+    @property
+    def leased(self) -> bool:
+        """It ends when its client stops to send heartbeats."""
+        return False
+
+    @property
+    def policy_seed(self) -> int:
+        """Of the adapter's initialisation."""
+        return 0
+
+    def default_name(self) -> str:
+        """What it is called if its user gave it no name."""
+        return PurePath(self.base_model).name or self.base_model
+
+    def server(self) -> ServerConfig:
+        raise NotImplementedError
+
+
+class RLJobConfig(JobConfig):
+    """A reinforcement-learning job."""
+
+    driven: ClassVar[bool] = True
+
+    kind: Literal["rl"] = "rl"
+    trainer: TrainerConfig = TrainerConfig()
     environment: EnvironmentConfig
     algorithm: AlgorithmConfig = GRPOConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -263,42 +325,85 @@ class RLJobConfig(Config):
             )
         return self
 
+    @property
+    def policy_seed(self) -> int:
+        return self.training.seed
+
+    def default_name(self) -> str:
+        return self.environment.name.rpartition(":")[2]
+
     def server(self) -> ServerConfig:
-        return ServerConfig(base_model=self.base_model, engine=self.engine, trainer=self.trainer)
+        return _training_server(self.base_model, self.engine, self.trainer)
 
 
-class InteractiveJobConfig(Config):
+class InteractiveJobConfig(JobConfig):
     """A job whose driver runs in the user's process: only what the cluster must host."""
 
     kind: Literal["interactive"] = "interactive"
-    name: str = ""
-    """Shown by `opentinker ps`; free text."""
-    base_model: str
-    """A known model name (`smollm2-135m`), or a directory with a Hugging Face model on the cluster."""
-    lora: LoraConfig | None = None
-    """An adapter to train; None trains the full parameters."""
-    engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
-    resources: Resources = Resources()
-    scheduling: Scheduling = Scheduling()
     seed: Annotated[int, Field(ge=0)] = 0
     """Tasks, samples and adapter initialisation derive from it."""
 
+    @property
+    def leased(self) -> bool:
+        return True
+
+    @property
+    def policy_seed(self) -> int:
+        return self.seed
+
     def server(self) -> ServerConfig:
-        return ServerConfig(base_model=self.base_model, engine=self.engine, trainer=self.trainer)
+        return _training_server(self.base_model, self.engine, self.trainer)
 
 
-JobConfig = Annotated[RLJobConfig | InteractiveJobConfig, Field(discriminator="kind")]
+class InferenceJobConfig(JobConfig):
+    """A model to sample from: an engine without a trainer. It runs until it is ended, or until one of its limits."""
+
+    trains: ClassVar[bool] = False
+
+    kind: Literal["inference"] = "inference"
+    lora: None = None
+    """Not for this kind: a checkpoint brings its adapter along."""
+    dtype: Dtype = "bfloat16"
+    """Type of weights and activations."""
+    lease: bool = False
+    """It ends when its client stops to send heartbeats, as an interactive job does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_has_the_gpu(cls, values: Any) -> Any:
+        """The default of `engine.memory_fraction` leaves room for a trainer, which is not there."""
+        engine = values.get("engine", {}) if isinstance(values, Mapping) else None
+        if isinstance(engine, Mapping) and "memory_fraction" not in engine:
+            return {**values, "engine": {**engine, "memory_fraction": INFERENCE_MEMORY_FRACTION}}
+        return values
+
+    @property
+    def leased(self) -> bool:
+        return self.lease
+
+    def server(self) -> ServerConfig:
+        return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
+
+
+def _training_server(base_model: str, engine: EngineConfig, trainer: TrainerConfig) -> ServerConfig:
+    return ServerConfig(base_model=base_model, engine=engine, dtype=trainer.dtype, trainer=trainer)
+
+
+KINDS: Mapping[str, type[JobConfig]] = {"rl": RLJobConfig, "interactive": InteractiveJobConfig, "inference": InferenceJobConfig}
+"""Every kind of job there is."""
+_PLANNED = ("sft", "preference")
 
 
 def parse_job(values: Mapping[str, Any]) -> JobConfig:
     """Validate a job's config by its `kind`.
 
     Raises:
-        ConfigError: an unknown kind, or whatever `parse_config` finds.
+        ConfigError: an unknown kind, one that servers cannot do yet, or whatever `parse_config` finds.
     """
-    kinds: dict[str, type[RLJobConfig] | type[InteractiveJobConfig]] = {"rl": RLJobConfig, "interactive": InteractiveJobConfig}
-    kind = values.get("kind")
-    if kind not in kinds:
-        raise ConfigError(f"kind: {kind!r} is not a kind of job", hint=nearest(str(kind), kinds))
-    return parse_config(kinds[kind], values)
+    kind = str(values.get("kind"))
+    if kind in _PLANNED:
+        raise ConfigError(f"kind: '{kind}' jobs are not served yet", hint=f"this version has {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise ConfigError(f"kind: {kind!r} is not a kind of job", hint=nearest(kind, KINDS))
+    return parse_config(KINDS[kind], values)

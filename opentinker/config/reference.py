@@ -6,7 +6,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from opentinker.config.base import models_of
-from opentinker.config.job import InteractiveJobConfig, RLJobConfig
+from opentinker.config.job import KINDS
 
 _HEAD = """# Configuration
 
@@ -60,9 +60,9 @@ def _paragraph(model: type[BaseModel]) -> str:
 def render() -> str:
     """The whole page, in Markdown."""
     parts = [_HEAD]
-    for model, title in ((RLJobConfig, "Submitted job (`kind: rl`)"), (InteractiveJobConfig, "Interactive job")):
+    for kind, model in KINDS.items():
         own = [row for row in _rows(model, "") if row not in parts]
-        parts += [f"\n## {title}", _paragraph(model), "| key | type | default | meaning |", "|---|---|---|---|", *own]
+        parts += [f"\n## `kind: {kind}`", _paragraph(model), "| key | type | default | meaning |", "|---|---|---|---|", *own]
     return "\n".join(parts) + "\n"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opentinker.checkpoints import folders
 from opentinker.client.policy import PolicyClient
 from opentinker.config.base import parse_config
 from opentinker.config.job import RLJobConfig
@@ -74,12 +75,8 @@ def run_rl_job(
 
 def last_checkpoint(run_dir: Path) -> int | None:
     """The last step of which the run has a checkpoint; None if it has none. A checkpoint is whole or not there."""
-    steps = [
-        int(path.parent.name.removeprefix("step-"))
-        for path in (run_dir / "checkpoints").glob("step-*/manifest.json")
-        if path.parent.name.removeprefix("step-").isdigit()
-    ]
-    return max(steps, default=None)
+    names = {name for name, _ in folders(run_dir / "checkpoints") if name.startswith("step-")}
+    return max((int(step) for name in names if (step := name.removeprefix("step-")).isdigit()), default=None)
 
 
 def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[Environment]:

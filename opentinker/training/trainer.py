@@ -12,6 +12,7 @@ from opentinker.config.job import (
     EnvironmentConfig,
     EvaluationConfig,
     GRPOConfig,
+    InteractiveJobConfig,
     RLJobConfig,
     RLTrainingConfig,
     RolloutConfig,
@@ -19,6 +20,7 @@ from opentinker.config.job import (
 )
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
+from opentinker.errors import ConfigError
 from opentinker.training.metrics import Row
 from opentinker.training.progress import Progress
 from opentinker.training.recorder import Recorder
@@ -48,6 +50,8 @@ class RLTrainer:
         progress: bool = True,
     ) -> None:
         """Raises: EnvironmentLoadError, ConfigError."""
+        if not isinstance(job.config, InteractiveJobConfig):
+            raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
         self._job = job
         self._environment = load_environment(environment)
         name = environment if isinstance(environment, str) else environment.__name__

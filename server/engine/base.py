@@ -53,7 +53,8 @@ class RolloutEngine(Protocol):
     def max_model_len(self) -> int: ...
 
     def add(self, request: SampleRequest) -> None:
-        """Queue a request. `params.stop_token_ids` always includes the model's own end-of-sequence ids.
+        """Queue a request. `params.stop_token_ids` always includes the model's own end-of-sequence ids. It is sampled from
+        the engine's version: whoever calls has looked at `request.version`.
 
         Raises:
             ContextOverflowError: prompt plus one token does not fit. `max_tokens` is clipped to what fits.

@@ -1,11 +1,11 @@
 """The seam between a server and its trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, PolicySpec
+from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, PolicySpec, TokenScore
 from opentinker.server.engine.base import LoraTensors, NamedTensors
 
 
@@ -32,8 +32,19 @@ class Trainer(Protocol):
 
     def delete_policy(self, policy: str) -> None: ...
 
-    def forward(self, policy: str, data: Sequence[Datum], *, temperature: float = 1.0) -> list[FloatArray]:
-        """Logprob of every weighted target (0 elsewhere), float32[T] per datum; no gradient."""
+    def forward(
+        self,
+        policy: str,
+        data: Sequence[Datum],
+        *,
+        compute: Sequence[TokenScore] = ("logprobs",),
+        temperature: float = 1.0,
+    ) -> dict[TokenScore, list[FloatArray]]:
+        """What is asked for of every weighted target (0 elsewhere), float32[T] per datum; no gradient.
+
+        Raises:
+            InvalidRequestError: the policy has no value head, or the data hold a token outside the vocabulary.
+        """
         ...
 
     def check(self, data: Sequence[Datum], loss: LossConfig) -> None:
@@ -71,13 +82,13 @@ class Trainer(Protocol):
 
     def is_lora(self, policy: str) -> bool: ...
 
-    def save(self, policy: str, folder: Path) -> dict[str, Any]:
-        """Write weights (safetensors; PEFT format for an adapter), optimizer state and step into an empty folder; the
-        manifest of what was written."""
+    def save(self, policy: str, folder: Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write weights (safetensors; PEFT format for an adapter), optimizer state and step into an empty folder, with what
+        `about` says of the checkpoint (name, version, ...); the manifest of what was written."""
         ...
 
-    def load(self, policy: str, folder: Path) -> None:
-        """Restore what `save` wrote.
+    def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
+        """Restore what `save` wrote; with `weights_only`, start from its weights with a new optimizer.
 
         Raises:
             CheckpointError: a part is missing, corrupt, or of another architecture.

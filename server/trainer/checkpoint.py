@@ -20,12 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from opentinker.checkpoints import MANIFEST, STATE
 from opentinker.errors import CheckpointError
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
-STATE = "trainer_state.json"
 
 
 def write_checkpoint(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -68,6 +67,12 @@ def recover(folder: Path) -> None:
     previous = _previous(folder)
     if previous.exists() and not folder.exists():
         previous.rename(folder)
+
+
+def recover_all(root: Path) -> None:
+    """`recover` every checkpoint below `root`."""
+    for previous in root.glob(".*.previous"):
+        recover(root / previous.name.removeprefix(".").removesuffix(".previous"))
 
 
 def _roll_back(folder: Path, temporary: Path, in_place: bool) -> None:
@@ -119,15 +124,15 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def read_tensors(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a file, on the CPU.
+def read_tensors(path: Path, like: Mapping[str, torch.Tensor], *, part: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a file, on the CPU; with `part`, only those that `like` names.
 
     Raises:
         CheckpointError: their names, shapes or dtypes are not those of `like`.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            names = file.keys()
+            names = [name for name in file.keys() if not part or name in like]  # noqa: SIM118
             tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error

@@ -1,4 +1,4 @@
-"""Logprobs of targets under an output head, without ever holding all logits.
+"""Logprobs of targets and entropies under an output head, without ever holding all logits.
 
 Axes: N = rows (weighted targets), H = hidden size, V = vocabulary, S = one slice of the vocabulary.
 """
@@ -30,15 +30,7 @@ class _TargetLogprobs(torch.autograd.Function):
         temperature: float,
     ) -> torch.Tensor:
         ctx.cap, ctx.temperature, ctx.weight_grad_VH = cap, temperature, weight_grad_VH
-        target_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
-        parts = []
-        for start, stop in _slices(hidden_NH, weight_VH):
-            logits_NS = _logits(hidden_NH, weight_VH[start:stop], cap, temperature).float()
-            first_N = logits_NS[:, 0].clone()
-            rows, columns = _targets_in(targets_N, start, stop)
-            target_N[rows] = logits_NS[rows, columns]
-            parts.append(first_N - torch.log_softmax(logits_NS, 1)[:, 0])  # one fused pass, unlike logsumexp
-        parts_N = torch.stack(parts)
+        target_N, parts_N, _ = _scan(hidden_NH, weight_VH, targets_N, cap, temperature)
         logprobs_N = target_N - torch.logsumexp(parts_N, 0)
         masses_N = torch.softmax(parts_N, 0).clamp_min_(1e-30)
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, logprobs_N, masses_N)
@@ -62,6 +54,36 @@ class _TargetLogprobs(torch.autograd.Function):
             if ctx.weight_grad_VH is not None:
                 ctx.weight_grad_VH[start:stop] += grad_NS.t() @ (hidden_NH * factor_N1).to(hidden_NH.dtype)
         return hidden_grad_NH.to(hidden_NH.dtype), None, None, None, None, None
+
+
+def _scan(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    cap: float,
+    temperature: float,
+    *,
+    entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One pass over the vocabulary: (the targets' logits [N], logsumexp of each slice [slices, N], and, if asked for, the
+    entropy of the softmax over each slice alone [slices, N]), all float32."""
+    target_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
+    parts, entropies = [], []
+    for start, stop in _slices(hidden_NH, weight_VH):
+        logits_NS = _logits(hidden_NH, weight_VH[start:stop], cap, temperature).float()
+        first_N = logits_NS[:, 0].clone()
+        rows, columns = _targets_in(targets_N, start, stop)
+        target_N[rows] = logits_NS[rows, columns]
+        logprobs_NS = torch.log_softmax(logits_NS, 1)
+        parts.append(first_N - logprobs_NS[:, 0])  # one fused pass, unlike logsumexp
+        if entropy:
+            entropies.append(_entropy(logprobs_NS, 1))
+        del logprobs_NS  # its memory is still in the caches when the next slice takes it
+    return target_N, torch.stack(parts), torch.stack(entropies) if entropy else None
+
+
+def _entropy(logprobs: torch.Tensor, dim: int) -> torch.Tensor:
+    return -logprobs.exp().mul_(logprobs).sum(dim)
 
 
 def _slices(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> list[tuple[int, int]]:
@@ -102,3 +124,20 @@ def target_logprobs(
         hidden_NH, weight_VH.detach(), targets_N, weight_grad_VH, cap, temperature
     )
     return logprobs
+
+
+@torch.no_grad()
+def logprobs_and_entropies(
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, *, cap: float = 0.0, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`target_logprobs`, bit for bit; the entropy of each row's distribution in nats), float32[N] each, in one pass and
+    without a gradient.
+
+    The entropy is that of the slices' shares of the softmax plus the mean of the slices' own, weighted by the shares: a sum
+    of terms that are not negative, so that nothing cancels.
+    """
+    target_N, parts_N, entropies_N = _scan(hidden_NH, weight_VH, targets_N, cap, temperature, entropy=True)
+    assert entropies_N is not None
+    shares_N = torch.log_softmax(parts_N, 0)
+    entropy_N = _entropy(shares_N, 0) + (shares_N.exp() * entropies_N).sum(0)
+    return target_N - torch.logsumexp(parts_N, 0), entropy_N

@@ -180,11 +180,14 @@ def remove_adapters(model: nn.Module, policy: str) -> None:
 
 
 def merged_weight(layer: LoraLinear, policy: str) -> torch.Tensor:
-    """W + scale * B A, computed in float32 from the frozen W and cast to its dtype."""
+    """The layer's weight with the policy's adapter in it; see `merge`."""
     adapter = layer.adapters[policy]
-    weight = layer.base.weight.detach()
-    update = adapter.B.detach().float() @ adapter.A.detach().float()
-    return torch.add(weight.float(), update, alpha=adapter.scale).to(weight.dtype)
+    return merge(layer.base.weight.detach(), adapter.A.detach(), adapter.B.detach(), adapter.scale)
+
+
+def merge(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale * B A, computed in float32 from the frozen W and cast to its dtype."""
+    return torch.add(weight.float(), B.float() @ A.float(), alpha=scale).to(weight.dtype)
 
 
 def peft_tensors(config: LoraConfig, targets: tuple[str, ...], parameters: Mapping[str, nn.Parameter]) -> LoraTensors:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from opentinker.client.messages import Datum, IntArray, TokenChunk
 from opentinker.errors import ConfigError, InvalidRequestError, UnknownModelError
 from opentinker.server.trainer.attention import PACKED_ATTENTION, PackLayout
-from opentinker.server.trainer.head import target_logprobs
+from opentinker.server.trainer.head import logprobs_and_entropies, target_logprobs
 from opentinker.server.trainer.packing import Pack, pack_data
 
 
@@ -70,20 +70,31 @@ class PackedModel:
 
         The output head's own gradient goes to `head_grad_VH` only (float32).
         """
-        hidden_TH = self.model.base_model(
-            input_ids=self._tensor(pack.tokens_T)[None],
-            position_ids=self._tensor(pack.positions_T)[None],
-            use_cache=False,
-            packed=PackLayout(pack, self.dtype, self.device),
-        ).last_hidden_state[0]
         return target_logprobs(
-            hidden_TH[self._tensor(pack.rows_N)],
+            self._hidden(pack),
             self._head,
             self._tensor(targets_N),
             head_grad_VH,
             cap=self._soft_cap,
             temperature=temperature,
         )
+
+    @torch.no_grad()
+    def logprobs_and_entropies(self, pack: Pack, targets_N: IntArray, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`logprobs`, entropy in nats of the distribution at each weighted target), float32[N] each; no gradient."""
+        return logprobs_and_entropies(
+            self._hidden(pack), self._head, self._tensor(targets_N), cap=self._soft_cap, temperature=temperature
+        )
+
+    def _hidden(self, pack: Pack) -> torch.Tensor:
+        """The last hidden state of the row that predicts each weighted target, [N, H]."""
+        hidden_TH: torch.Tensor = self.model.base_model(
+            input_ids=self._tensor(pack.tokens_T)[None],
+            position_ids=self._tensor(pack.positions_T)[None],
+            use_cache=False,
+            packed=PackLayout(pack, self.dtype, self.device),
+        ).last_hidden_state[0]
+        return hidden_TH[self._tensor(pack.rows_N)]
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)

@@ -138,6 +138,19 @@ class MasterOptimizer:
         parts = {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The part of `state` that `start_from` takes."""
+        return {f"master/{name}": master for name, master in self.masters.items()}
+
+    @torch.no_grad()
+    def start_from(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Begin anew at the `weights` of a state of the same names and shapes: no moments, step 0, no gradients."""
+        for key, tensor in self.state().items():
+            tensor.copy_(weights[key]) if key in weights else tensor.zero_()
+        self.step_count = 0
+        self.clear_gradients()
+        self._publish_masters()
+
     @torch.no_grad()
     def load_state(self, state: Mapping[str, torch.Tensor], step_count: int) -> None:
         """Continue from a `state` of the same names and shapes. Accumulated gradients are dropped."""

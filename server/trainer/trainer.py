@@ -1,7 +1,7 @@
 """The PyTorch trainer: policies on one model, and the commands that a server gives them."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, PolicySpec
+from opentinker.client.messages import AdamParams, Datum, FloatArray, IntArray, LossConfig, PolicySpec, TokenScore
 from opentinker.config.base import parse_config
 from opentinker.config.job import LoraConfig, TrainerConfig
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError, TrainerError
@@ -47,12 +47,14 @@ class TorchTrainer:
         self._adapter_pass = lora.AdapterPass()
         self._policies: dict[str, _Policy] = {}
         self._model = self._load_base()
+        self._reference: PackedModel | None = None
+        """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
     def _load_base(self) -> PackedModel:
         return PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device)
 
     def create_policy(self, policy: str, spec: PolicySpec) -> None:
-        """Add a policy at its initial weights; `spec.checkpoint` is a name that only the server can resolve, for `load`.
+        """Add a policy at its initial weights; `spec.checkpoint` is for `load`.
 
         Raises:
             ConflictError: the name is taken, or a full-parameter policy would share the model.
@@ -73,12 +75,13 @@ class TorchTrainer:
         self._policies[policy] = _Policy(MasterOptimizer(adapter), config, targets)
 
     def delete_policy(self, policy: str) -> None:
-        """Forget a policy. The base weights are pristine afterwards: a full-parameter policy's deletion loads them anew."""
+        """Forget a policy. The base weights are pristine afterwards: after a full-parameter policy they are its reference's,
+        or loaded anew."""
         gone = self._get(policy)
         gone.optimizer.close()
         del self._policies[policy]
         if gone.lora is None:
-            self._model = self._load_base()
+            self._model, self._reference = self._reference or self._load_base(), None
         else:
             lora.remove_adapters(self._model.model, policy)
 
@@ -86,15 +89,28 @@ class TorchTrainer:
         return self._get(policy).lora is not None
 
     @torch.no_grad()
-    def forward(self, policy: str, data: Sequence[Datum], *, temperature: float = 1.0) -> list[FloatArray]:
+    def forward(
+        self,
+        policy: str,
+        data: Sequence[Datum],
+        *,
+        compute: Sequence[TokenScore] = ("logprobs",),
+        temperature: float = 1.0,
+    ) -> dict[TokenScore, list[FloatArray]]:
         self._get(policy)
         if not temperature > 0:
             raise InvalidRequestError(f"the temperature must be above 0, not {temperature}")
+        if "values" in compute:
+            raise InvalidRequestError(
+                f"policy {policy} has no value head, so there are no 'values'; nothing was computed",
+                hint="ask for some of 'logprobs', 'reference_logprobs' and 'entropy'",
+            )
         self._model.check_tokens(data)
-        logprobs = [np.zeros(len(datum), np.float32) for datum in data]
+        scores = {name: [np.zeros(len(datum), np.float32) for datum in data] for name in compute}
         for pack in pack_data(data, self._config.pack_tokens):
-            _scatter(pack, self._logprobs(policy, data, pack, temperature), logprobs)
-        return logprobs
+            for name, score_N in self._scores(policy, data, pack, compute, temperature).items():
+                _scatter(pack, score_N, scores[name])
+        return scores
 
     def check(self, data: Sequence[Datum], loss: LossConfig) -> None:
         self._model.check_tokens(data)
@@ -144,7 +160,7 @@ class TorchTrainer:
             raise ConflictError(f"policy {policy} trains the full parameters and has no adapter")
         return lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
 
-    def save(self, policy: str, folder: Path) -> dict[str, Any]:
+    def save(self, policy: str, folder: Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """See `Trainer`. Gradients that no `optim_step` has used yet are not part of a checkpoint.
 
         Raises:
@@ -165,15 +181,20 @@ class TorchTrainer:
         else:
             lora.save_peft(folder, self.adapter(policy), str(self._model_dir))
         checkpoint.write_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
-        return checkpoint.seal(folder, {**self._identity(state), "step": state.optimizer.step_count})
+        return checkpoint.seal(folder, {**(about or {}), **self._identity(state), "step": state.optimizer.step_count})
 
-    def load(self, policy: str, folder: Path) -> None:
+    def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`. Accumulated gradients are dropped."""
         state = self._get(policy)
         found = checkpoint.open_checkpoint(folder)
         for key, mine in self._identity(state).items():
             if found.get(key) != mine:
                 raise CheckpointError(f"the checkpoint {folder} does not fit: its {key} is {found.get(key)}, not {mine}")
+        if weights_only:
+            state.optimizer.start_from(
+                checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.weights(), part=True)
+            )
+            return
         tensors = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
         state.optimizer.load_state(tensors, int(found["step"]))
 
@@ -187,6 +208,31 @@ class TorchTrainer:
             raise NotFoundError(f"this server has no policy {policy}")
         return self._policies[policy]
 
+    def _scores(
+        self, policy: str, data: Sequence[Datum], pack: Pack, compute: Sequence[TokenScore], temperature: float
+    ) -> dict[TokenScore, torch.Tensor]:
+        """What is asked for of the pack's weighted targets, float32[N] each, in as few passes as it takes."""
+        targets_N, scores = _targets(data, pack), dict[TokenScore, torch.Tensor]()
+        with self._adapter_pass.using([policy]):
+            if "entropy" in compute:
+                logprobs_N, scores["entropy"] = self._model.logprobs_and_entropies(pack, targets_N, temperature)
+                if "logprobs" in compute:
+                    scores["logprobs"] = logprobs_N
+            elif "logprobs" in compute:
+                scores["logprobs"] = self._model.logprobs(pack, targets_N, temperature)
+        if "reference_logprobs" in compute:
+            # Outside `using` no adapter is on, whichever policies have one on these layers.
+            scores["reference_logprobs"] = self._base_of(policy).logprobs(pack, targets_N, temperature)
+        return scores
+
+    def _base_of(self, policy: str) -> PackedModel:
+        """The base model, whatever the policy has learned; for a LoRA policy only as long as no adapter is on."""
+        if self.is_lora(policy):
+            return self._model
+        if self._reference is None:
+            self._reference = self._load_base()
+        return self._reference
+
     def _logprobs(
         self,
         policy: str,
@@ -195,9 +241,8 @@ class TorchTrainer:
         temperature: float,
         head_grad_VH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        targets_N = np.array([data[d].targets[t] for d, t in zip(pack.data_N, pack.steps_N, strict=True)], np.int32)
         with self._adapter_pass.using([policy]):
-            return self._model.logprobs(pack, targets_N, temperature, head_grad_VH)
+            return self._model.logprobs(pack, _targets(data, pack), temperature, head_grad_VH)
 
     def _arrays(self, data: Sequence[Datum], pack: Pack) -> dict[str, torch.Tensor]:
         """The data's arrays at the pack's weighted targets, float32[N] each."""
@@ -218,6 +263,11 @@ class TorchTrainer:
         }
 
 
-def _scatter(pack: Pack, logprobs_N: torch.Tensor, out: list[FloatArray]) -> None:
-    for datum, step, logprob in zip(pack.data_N, pack.steps_N, logprobs_N.cpu().tolist(), strict=True):
-        out[datum][step] = logprob
+def _targets(data: Sequence[Datum], pack: Pack) -> IntArray:
+    """The pack's weighted targets, int32[N]."""
+    return np.array([data[d].targets[t] for d, t in zip(pack.data_N, pack.steps_N, strict=True)], np.int32)
+
+
+def _scatter(pack: Pack, scores_N: torch.Tensor, out: list[FloatArray]) -> None:
+    for datum, step, score in zip(pack.data_N, pack.steps_N, scores_N.cpu().tolist(), strict=True):
+        out[datum][step] = score

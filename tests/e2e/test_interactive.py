@@ -14,6 +14,7 @@ import pytest
 from e2e_tools import LEASE_S, SLOTS, Cluster, opentinker, wait_until
 
 import opentinker as ot
+from opentinker.client.messages import SamplingParams
 
 _CHILD = """
 import sys
@@ -91,6 +92,28 @@ def test_the_ten_lines_train_save_and_release(cluster: Cluster, create_job, make
             assert trainer.fit(steps=1)["steps"] == 3
             assert job.load("echo-v1")["version"] == 4
         assert job.state == "COMPLETED"
+    wait_until(lambda: slots_in_use(cluster) == 0, 20, "the job's slot is free")
+
+
+def test_a_job_starts_from_what_another_one_learnt(cluster: Cluster, create_job, make_trainer) -> None:
+    def logprobs(job: ot.Job) -> list[float]:
+        """Of a fixed text, by the version that the job's engine samples from now."""
+        result = job.run(lambda policy: policy.sample([5, 6, 7, 8], SamplingParams(max_tokens=1), prompt_logprobs=True))
+        return [float(value) for value in result.prompt_logprobs[1:]]
+
+    with ot.Client(cluster.url, cluster.key) as client:
+        with create_job(client) as teacher:
+            fresh = logprobs(teacher)
+            make_trainer(teacher, Echo).fit(steps=2)
+            assert teacher.save("echo")["version"] == 2
+            learnt = logprobs(teacher)
+        (listed,) = client.scheduler.checkpoints(teacher.id)
+        assert (listed["ref"], listed["step"]) == (f"admin/{teacher.id}/echo@2", 2)
+        assert listed["bytes"] > 0
+        with create_job(client, start_from=f"{teacher.id}/echo") as job:
+            assert job.record["config"]["start_from"] == listed["ref"]
+            assert job.run(lambda policy: policy.state())["version"] == 0
+            assert logprobs(job) == learnt != fresh
     wait_until(lambda: slots_in_use(cluster) == 0, 20, "the job's slot is free")
 
 

@@ -71,9 +71,9 @@ class Fuse:
 
 
 def drive(
-    config: dict[str, Any], *, endpoint: str, token: str, policy: str, run_dir: str, code_dir: str | None
+    config: dict[str, Any], *, endpoint: str, token: str, policy: str, run_dir: str, code_dir: str | None, resume: bool
 ) -> dict[str, Any]:
-    del config, token, policy, code_dir
+    del config, token, policy, code_dir, resume
     with Path(run_dir, "runs").open("a") as file:
         file.write("run\n")
     time.sleep(1.0)

@@ -156,7 +156,7 @@ def main() -> None:
         settings = {
             "worker_class": "scheduler_stand_ins:WorkerProcess",
             "front_class": "scheduler_stand_ins:FrontProcess",
-            "rl_driver": "chaos_scheduler:drive",
+            "drivers": {"rl": "chaos_scheduler:drive"},
             "check_model": "scheduler_stand_ins:check_model",
             "reconcile_s": 0.2,
             "probe_s": 0.2,

@@ -18,7 +18,7 @@ LEASE_S = 4.0
 SETTINGS: dict[str, Any] = {
     "worker_class": "scheduler_stand_ins:WorkerProcess",
     "front_class": "scheduler_stand_ins:FrontProcess",
-    "rl_driver": "scheduler_stand_ins:drive",
+    "drivers": {"rl": "scheduler_stand_ins:drive"},
     "check_model": "scheduler_stand_ins:check_model",
     "lease_s": LEASE_S,
     "reconcile_s": 0.2,

@@ -61,6 +61,7 @@ class FrontProcess:
         write_to(Path(log_path), job=job_id, process="front")
         self.tokens = tokens
         self.calls: list[str] = []
+        self.born = time.monotonic()
 
     async def start(self) -> dict[str, Any]:
         return {"endpoint": "http://127.0.0.1:1", "pid": os.getpid()}
@@ -77,7 +78,11 @@ class FrontProcess:
 
     async def health(self) -> dict[str, Any]:
         await asyncio.sleep(0)
-        return {"ok": True, "cause": "", "pid": os.getpid()}
+        return {"ok": True, "cause": "", "pid": os.getpid(), "idle_s": time.monotonic() - self.born}
+
+    async def save(self, policy: str, name: str, timeout_s: float) -> None:
+        assert policy in self.tokens
+        logging.getLogger("front").info("checkpoint %s", name)
 
     async def stop(self) -> None:
         return
@@ -89,9 +94,9 @@ def check_model(name: str) -> None:
 
 
 def drive(
-    config: dict[str, Any], *, endpoint: str, token: str, policy: str, run_dir: str, code_dir: str | None
+    config: dict[str, Any], *, endpoint: str, token: str, policy: str, run_dir: str, code_dir: str | None, resume: bool
 ) -> dict[str, Any]:
-    print("the driver is at work")
+    print("the driver is at work" + (" again" if resume else ""))
     logging.getLogger("drive").info("a log line")
     Path(run_dir, "metrics.jsonl").write_text('{"step": 1, "reward": NaN}\n{"step": 2}\n')
     match config["environment"]["name"].partition(":")[2] or config["environment"]["name"]:
@@ -108,6 +113,10 @@ def drive(
                 file.write("run\n")
             time.sleep(4.0)
         case "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "waits-unless-resumed" if not resume:
+            time.sleep(1000.0)
+        case "dies-once" if not resume:
             os.kill(os.getpid(), signal.SIGKILL)
         case "loses-its-server":
             os.kill(_read_pid(Path(run_dir, "worker_pid")), signal.SIGKILL)

@@ -56,6 +56,42 @@ def test_a_front_killed_with_kill_9_fails_the_job_too(api: Any) -> None:
     api.wait_free(2)
 
 
+@pytest.mark.parametrize("what", ["driver", "server"])
+def test_a_job_with_restarts_left_goes_on_after_a_death_on_a_new_server(api: Any, what: str) -> None:
+    """The driver kills itself the first time; or the worker is killed under it."""
+    environment = "dies-once" if what == "driver" else "waits-unless-resumed"
+    config = {"kind": "rl", "base_model": "fine", "environment": {"name": environment}, "scheduling": {"max_restarts": 1}}
+    job = api.post("/v1/jobs", {"config": config})
+    if what == "server":
+        first = api.wait(job, "RUNNING")["server"]
+        os.kill(first["pid"], signal.SIGKILL)
+    job = api.wait(job, "COMPLETED", "FAILED", timeout_s=60.0)
+    assert job["state"] == "COMPLETED", job["cause"]
+    kinds = [event["kind"] for event in api.get(f"/v1/jobs/{job['id']}/events")["events"]]
+    assert kinds.count("restarting") == 1
+    assert kinds.count("running") == 2
+    assert "at work again" in api.get(f"/v1/jobs/{job['id']}/logs")["text"]
+    api.wait_free(2)
+    assert processes_of(job["id"]) == []
+
+
+def test_stop_writes_a_checkpoint_before_the_end(api: Any) -> None:
+    job = api.wait(api.rl("waits"), "RUNNING")
+    job = api.post(f"/v1/jobs/{job['id']}/stop")
+    assert (job["state"], job["cause"]) == (
+        "CANCELLED",
+        "stopped by its owner; its weights are in checkpoint 'stopped'",
+    )
+    assert "checkpoint stopped" in api.get(f"/v1/jobs/{job['id']}/logs", source="server")["text"]
+
+
+def test_an_inference_job_that_nobody_asks_is_given_back(api: Any) -> None:
+    config = {"kind": "inference", "base_model": "fine", "scheduling": {"idle_limit_s": 1.5}}
+    job = api.wait(api.post("/v1/jobs", {"config": config}), "COMPLETED", "FAILED", timeout_s=60.0)
+    assert (job["state"], job["cause"]) == ("COMPLETED", "its server was idle for 2 s, its limit")
+    api.wait_free(2)
+
+
 def test_killing_the_server_under_a_driver_fails_the_job_with_the_servers_death(api: Any) -> None:
     job = api.wait(api.rl("loses-its-server"), "RUNNING")
     Path(job["run_dir"], "worker_pid").write_text(str(job["server"]["pid"]))

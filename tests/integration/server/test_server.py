@@ -1,6 +1,7 @@
 """The whole job server on a tiny model: client, HTTP front, worker, a real engine and a real trainer."""
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,10 +14,12 @@ import httpx
 import numpy as np
 import pytest
 
+from opentinker.checkpoints import checkpoints
 from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, SamplingParams, TokenChunk
 from opentinker.client.policy import PolicyClient
 from opentinker.config.job import EngineConfig, LoraConfig, ServerConfig, TrainerConfig
 from opentinker.errors import (
+    CheckpointError,
     ConflictError,
     DeadlineError,
     EngineError,
@@ -24,7 +27,9 @@ from opentinker.errors import (
     NotFoundError,
     ServerLostError,
     TrainerError,
+    VersionNotServedError,
     WeightSyncError,
+    from_problem,
 )
 from opentinker.server import state
 from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
@@ -32,9 +37,10 @@ from opentinker.server.execute import _COMMANDS
 from opentinker.server.front import create_app
 from opentinker.server.listener import Listener
 from opentinker.server.loading import load_parts, server_info
-from opentinker.server.protocol import COMMANDS
+from opentinker.server.protocol import COMMANDS, CommandWork
 from opentinker.server.state import Parts
 from opentinker.server.worker import InProcessWorker, Worker
+from opentinker.storage import Storage
 
 PROMPT = [5, 6, 7, 8]
 REWARDED = [11, 12, 13, 14]
@@ -52,7 +58,7 @@ class Server:
 
     async def logprobs(self) -> FloatArray:
         """The trainer's logprobs of the rewarded tokens."""
-        return (await self.client.forward([datum()]))[0][-len(REWARDED) :]
+        return (await self.client.forward([datum()]))["logprobs"][0][-len(REWARDED) :]
 
     async def engine_logprobs(self) -> FloatArray:
         """The engine's."""
@@ -79,12 +85,14 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
 @asynccontextmanager
 async def serving(
     model_dir: Path,
-    checkpoints: Path,
+    root: Path,
     *,
     kind: str = "transformers",
     lora: LoraConfig | None = None,
     lora_serving: str = "merge",
     create: bool = True,
+    trains: bool = True,
+    checkpoint: str | None = None,
     change: Callable[[Parts], Parts] = lambda parts: parts,
 ) -> AsyncIterator[Server]:
     config = ServerConfig(
@@ -92,18 +100,22 @@ async def serving(
         engine=EngineConfig.model_validate(
             {"kind": kind, "max_model_len": 256, "max_num_seqs": 16, "cache_gib": 0.1, "lora_serving": lora_serving}
         ),
-        trainer=TrainerConfig(dtype="float32"),
+        dtype="float32",
+        trainer=TrainerConfig(dtype="float32") if trains else None,
     )
-    worker = Worker(lambda: change(load_parts(model_dir, config, lora, checkpoints)))
+    worker = Worker(lambda: change(load_parts(model_dir, config, lora, root)))
     parts = await asyncio.to_thread(worker.start, START_S)
-    listener = Listener(
-        create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts)), "127.0.0.1"
-    )
+    app = create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts))
+    listener = Listener(app, "127.0.0.1")
     endpoint = await listener.start()
     client = PolicyClient(endpoint, "secret", "p")
     try:
         if create:
-            await client.command("create", {"lora": None if lora is None else lora.model_dump()})
+            spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": checkpoint}
+            created = app.state.front.dispatcher.command("p", 0, b"", "create", spec)  # as the scheduler does
+            await created.wait(START_S)
+            if created.problem is not None:
+                raise from_problem(created.problem)
         yield Server(client, worker, parts, endpoint)
     finally:
         await client.close()
@@ -189,9 +201,9 @@ async def test_a_retried_optim_step_is_applied_once(server: Server) -> None:
         body = {"seq": seq, "command": "optim_step", "args": {"learning_rate": 0.01}}
         first = (await http.post("/v1/policies/p/commands?wait_s=30", json=body)).json()
         fresh = PolicyClient(server.endpoint, "secret", "p")
-        once = (await fresh.forward([datum()]))[0]
+        once = (await fresh.forward([datum()]))["logprobs"][0]
         again = (await http.post("/v1/policies/p/commands?wait_s=30", json=body)).json()
-        twice = (await fresh.forward([datum()]))[0]
+        twice = (await fresh.forward([datum()]))["logprobs"][0]
         await fresh.close()
     assert first == again
     assert first["result"]["grad_norm"] > 0
@@ -209,6 +221,66 @@ async def test_a_retried_sample_is_sampled_once(server: Server) -> None:
     assert first != other  # 20 tokens at temperature 1 do not repeat by chance
     with pytest.raises(ConflictError):
         await server.client.sample([9], params, request_id="a")
+
+
+async def test_a_sample_may_be_held_to_the_live_version_and_a_retry_still_gets_its_first_answer(server: Server) -> None:
+    client, params = server.client, SamplingParams(max_tokens=20)
+    first = await client.sample(PROMPT, params, version=0, request_id="a")
+    with pytest.raises(VersionNotServedError, match="version 0 is live"):
+        await client.sample(PROMPT, params, version=1)
+    await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+    again = await client.sample(PROMPT, params, version=0, request_id="a")
+    np.testing.assert_array_equal(again.samples[0].tokens, first.samples[0].tokens)
+    with pytest.raises(VersionNotServedError, match=r"version 0 of policy 'p' is not served: version 1 is live"):
+        await client.sample(PROMPT, params, version=0)
+    assert [v for v, _ in (await client.sample(PROMPT, params, version=1)).samples[0].versions] == [1]
+
+
+async def test_an_abort_fails_the_running_samples_of_the_old_version_only(server: Server) -> None:
+    params = SamplingParams(max_tokens=200)
+    asked = [None, 0, None, 0]
+    running = [asyncio.create_task(server.client.sample(PROMPT, params, version=version)) for version in asked]
+    await asyncio.to_thread(wait_until, lambda: len(server.worker._running) == 4)
+    await server.client.publish("abort")
+    for version, result in zip(asked, await asyncio.gather(*running, return_exceptions=True), strict=True):
+        if version is None:
+            assert not isinstance(result, BaseException)
+            assert [v for v, _ in result.samples[0].versions] == [1]
+        else:
+            assert isinstance(result, VersionNotServedError)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+async def test_forward_computes_what_is_asked_for(tiny_model_dir: Path, tmp_path: Path, lora: LoraConfig | None) -> None:
+    async with serving(tiny_model_dir, tmp_path, lora=lora) as server:
+        client = server.client
+        before = await server.logprobs()
+        await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        scores = await client.forward([datum(), datum(-1.0)], compute=("reference_logprobs", "logprobs", "entropy"))
+        assert set(scores) == {"logprobs", "reference_logprobs", "entropy"}
+        for arrays in scores.values():
+            assert [(a.shape, a.dtype) for a in arrays] == [((len(datum()),), np.float32)] * 2
+            assert not arrays[0][datum().weights == 0].any()
+        np.testing.assert_array_equal(scores["reference_logprobs"][0][-len(REWARDED) :], before)
+        np.testing.assert_array_equal(scores["logprobs"][0][-len(REWARDED) :], await server.logprobs())
+        entropies = scores["entropy"][0][-len(REWARDED) :]
+        assert ((entropies > 0) & (entropies < np.log(512))).all()
+
+
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        (["logprobs", "entropi"], "there is no 'entropi'.*did you mean 'entropy'"),
+        (["values"], "policy p has no value head"),
+        ([], "compute must be a list that is not empty"),
+        ("entropy", "compute must be a list"),
+        ([7], "there is no '7'"),
+    ],
+)
+async def test_a_forward_that_asks_for_what_there_is_not_says_so(server: Server, compute: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        await server.client.command("forward", {"data": [datum().to_wire()], "compute": compute})
+    assert (await server.client.command("forward", {"data": [datum().to_wire()]})).keys() == {"logprobs"}
 
 
 def _bad_train_steps() -> dict[str, dict[str, Any]]:
@@ -291,14 +363,75 @@ async def test_publish_drains_or_aborts_and_resubmits(server: Server) -> None:
 async def test_save_and_load_restore_the_policy_and_publish_it(server: Server) -> None:
     client = server.client
     saved = await client.save("first")
-    assert saved["path"].endswith("/first")
+    assert saved["path"].endswith("/first@0")
+    assert (saved["name"], saved["version"]) == ("first", 0)
     assert saved["manifest"]["files"]
     before = await server.logprobs()
     await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
     assert not np.array_equal(await server.logprobs(), before)
-    assert (await client.load("first"))["version"] == 2
+    trained = await server.logprobs()
+    assert (await client.save("first"))["version"] == 1
+    assert (await client.load("first@0"))["version"] == 2
     np.testing.assert_array_equal(await server.logprobs(), before)
     np.testing.assert_allclose(await server.engine_logprobs(), before, atol=0.01)
+    await client.load("first")  # the one saved last
+    np.testing.assert_array_equal(await server.logprobs(), trained)
+    with pytest.raises(CheckpointError, match="no checkpoint 'first@7'") as error:
+        await client.load("first@7")
+    assert "first@1, first@0" in error.value.hint
+
+
+async def test_a_save_is_copied_to_the_storage_and_loaded_from_there_when_this_node_has_it_not(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    remote, root = tmp_path / "remote", tmp_path / "runs"
+    storage = Storage(f"file://{remote}", root)
+
+    def stored(parts: Parts) -> Parts:
+        return replace(parts, storage=storage)
+
+    async with serving(tiny_model_dir, root / "ann/job-1/checkpoints", change=stored) as server:
+        saved, before = await server.client.save("first"), await server.logprobs()
+        assert [c.name for c in storage.checkpoints(root / "ann/job-1/checkpoints")] == ["first"]
+        await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        shutil.rmtree(saved["path"])
+        await server.client.load("first")
+        np.testing.assert_array_equal(await server.logprobs(), before)
+        shutil.rmtree(remote)
+        remote.touch()  # the storage is away
+        with pytest.raises(CheckpointError, match="is whole on this node, but was not copied") as error:
+            await server.client.save("second")
+        assert "save it again" in error.value.hint
+        await server.client.load("second")
+        remote.unlink()
+        await server.client.save("second")
+        assert [c.name for c in storage.checkpoints(root / "ann/job-1/checkpoints")] == ["second"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "lora_serving"),
+    [("transformers", None, "merge"), ("transformers", LORA, "merge"), ("vllm", LORA, "adapter")],
+)
+async def test_a_policy_starts_from_a_checkpoints_weights_as_version_0_with_a_new_optimizer(
+    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None, lora_serving: str
+) -> None:
+    async with serving(tiny_model_dir, tmp_path / "a", lora=lora) as server:
+        for _ in range(2):
+            await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        saved, trained = await server.client.save("final"), await server.logprobs()
+    started = serving(tiny_model_dir, tmp_path / "b", kind=kind, lora=lora, lora_serving=lora_serving, create=False)
+    async with started as server:
+        spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": saved["path"]}
+        with pytest.raises(InvalidRequestError, match="start checkpoint cannot be named here"):
+            await server.client.command("create", spec)
+        server.worker.submit([CommandWork("p:c:create", "p", "create", spec)])  # as the scheduler does
+        await asyncio.to_thread(wait_until, lambda: server.worker._state.policies)
+        assert server.worker._state.policies["p"].version == 0
+        np.testing.assert_array_equal(await server.logprobs(), trained)
+        np.testing.assert_allclose(await server.engine_logprobs(), trained, atol=0.01)
+        await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        assert (await server.client.save("first"))["version"] == 1
+        assert [c.step for c in checkpoints(tmp_path / "b")] == [1]
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 101, 7])
@@ -473,7 +606,7 @@ async def test_a_prompt_that_does_not_fit_is_an_error_of_its_request_only(server
 
 async def test_health_is_answered_while_the_worker_computes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(server.parts.trainer, "forward", lambda *_, **__: release.wait(30) and [])
+    monkeypatch.setattr(server.parts.trainer, "forward", lambda *_, **__: {"logprobs": release.wait(30) and []})
     busy = asyncio.create_task(server.client.forward([datum()]))
     async with httpx.AsyncClient(base_url=server.endpoint) as http:
         started = time.monotonic()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from opentinker.client.messages import AdamParams, SamplingParams
 from opentinker.client.policy import PolicyClient
 from opentinker.errors import DeadlineError, ServerLostError, TrainerError, UnavailableError, UnknownModelError
 from opentinker.server.actors import FrontProcess, WorkerProcess
+from opentinker.storage import Storage
 
 ENGINE = {"kind": "transformers", "max_model_len": 256, "max_num_seqs": 16}
 START_S = 120.0
@@ -26,10 +28,16 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def worker_actor(base_model: str, checkpoints: Path) -> Any:
-    config = {"base_model": base_model, "engine": ENGINE, "trainer": {"dtype": "float32"}}
+def worker_actor(base_model: str, checkpoints: Path, **storage: Any) -> Any:
+    config = {"base_model": base_model, "engine": ENGINE, "dtype": "float32", "trainer": {"dtype": "float32"}}
     log = str(checkpoints / "server.log")
-    return ray.remote(WorkerProcess).options(max_concurrency=16).remote(config, None, str(checkpoints), "job-1", log)
+    return ray.remote(WorkerProcess).options(max_concurrency=16).remote(config, None, str(checkpoints), "job-1", log, **storage)
+
+
+def written(folder: Path, name: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(name)
+    return folder
 
 
 async def test_the_actors_serve_a_policy_and_the_death_of_the_worker_is_a_typed_error(
@@ -51,7 +59,9 @@ async def test_the_actors_serve_a_policy_and_the_death_of_the_worker_is_a_typed_
     results = await asyncio.gather(*(client.sample([5, 6], SamplingParams(max_tokens=4)) for _ in range(20)))
     assert len(results) == 20
     assert (await client.publish())["version"] == 1
-    assert await front.health.remote() == {"ok": True, "cause": "", "pid": address["pid"]}
+    health = await front.health.remote()
+    assert (health["ok"], health["cause"], health["pid"]) == (True, "", address["pid"])
+    assert health["idle_s"] < 30.0
 
     running = asyncio.create_task(client.sample([5, 6], SamplingParams(max_tokens=250), n=16))
     await asyncio.sleep(0.2)
@@ -79,9 +89,16 @@ async def test_a_worker_stops_and_an_unknown_model_is_a_typed_error(
     with pytest.raises(UnknownModelError, match="nosuch-model"):
         await worker.start.remote(START_S)
     ray.kill(worker)
-    worker = worker_actor(str(tiny_model_dir), tmp_path)
+    run_dir, remote = tmp_path / "runs/ann/job-1", Storage(f"file://{tmp_path}/remote", tmp_path / "runs")
+    remote.put_folder(written(run_dir / "code", "env.py"))
+    shutil.rmtree(run_dir)
+    worker = worker_actor(str(tiny_model_dir), run_dir, storage={"url": remote.url, "root": str(remote.root)})
     await worker.start.remote(START_S)
+    assert written(run_dir, "metrics.jsonl")
     await worker.stop.remote()
+    assert (run_dir / "code/env.py").read_text() == "env.py"
+    assert remote.read(run_dir / "metrics.jsonl") == b"metrics.jsonl"
+    assert remote.read(run_dir / "server.log") is not None
     with pytest.raises(ServerLostError):
         await worker.submit.remote([])
     ray.kill(worker)

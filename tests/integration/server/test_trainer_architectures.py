@@ -47,7 +47,7 @@ def test_other_decoders_train_as_plain_transformers_does(config: PretrainedConfi
     folder = save(config, tmp_path)
     trainer, model, data = make_trainer(folder), plain_model(folder), make_data()
     trainer.create_policy("p", PolicySpec())
-    for datum, logprobs in zip(data, trainer.forward("p", data), strict=True):
+    for datum, logprobs in zip(data, trainer.forward("p", data)["logprobs"], strict=True):
         np.testing.assert_allclose(logprobs, plain_logprobs(model, datum).detach().numpy() * datum.weights, atol=2e-5)
     loss = LossConfig(name="importance_sampling")
     trainer.forward_backward("p", data, loss, 1.0)

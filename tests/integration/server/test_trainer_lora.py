@@ -47,7 +47,7 @@ def test_a_saved_adapter_gives_the_same_logprobs_and_gradients_in_peft(
 ) -> None:
     trainer, data = lora_trainer(tiny_model_dir, steps=2, target_modules=targets), make_data()
     model = in_peft(trainer, tiny_model_dir, tmp_path)
-    for logprobs, expected in zip(trainer.forward("p", data), expected_logprobs(model), strict=True):
+    for logprobs, expected in zip(trainer.forward("p", data)["logprobs"], expected_logprobs(model), strict=True):
         np.testing.assert_allclose(logprobs, expected, atol=2e-5)
     trainer.forward_backward("p", data, PPO, 1.0)
     plain_loss(model, data, PPO).backward()  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ def test_a_saved_adapter_gives_the_same_logprobs_and_gradients_in_peft(
 def test_a_new_adapter_is_initialized_as_in_peft_and_changes_nothing_yet(tiny_model_dir: Path, tmp_path: Path) -> None:
     trainer = lora_trainer(tiny_model_dir)
     for logprobs, expected in zip(
-        trainer.forward("p", make_data()), expected_logprobs(plain_model(tiny_model_dir)), strict=True
+        trainer.forward("p", make_data())["logprobs"], expected_logprobs(plain_model(tiny_model_dir)), strict=True
     ):
         np.testing.assert_allclose(logprobs, expected, atol=2e-5)
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -88,7 +88,9 @@ def test_merged_weights_are_the_policy(tiny_model_dir: Path) -> None:
     model = plain_model(tiny_model_dir)
     before = expected_logprobs(model)
     model.load_state_dict(weights(trainer))
-    for logprobs, merged, base in zip(trainer.forward("p", make_data()), expected_logprobs(model), before, strict=True):
+    for logprobs, merged, base in zip(
+        trainer.forward("p", make_data())["logprobs"], expected_logprobs(model), before, strict=True
+    ):
         np.testing.assert_allclose(logprobs, merged, atol=2e-5)
         assert np.abs(merged - base).max() > 1e-3
 

@@ -46,7 +46,7 @@ def shared(tiny_model_dir: Path) -> TorchTrainer:
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_logprobs_are_those_of_plain_transformers(shared: TorchTrainer, tiny_model_dir: Path, temperature: float) -> None:
     data, model = make_data(), plain_model(tiny_model_dir)
-    for datum, logprobs in zip(data, shared.forward("p", data, temperature=temperature), strict=True):
+    for datum, logprobs in zip(data, shared.forward("p", data, temperature=temperature)["logprobs"], strict=True):
         expected = plain_logprobs(model, datum, temperature).detach().numpy() * datum.weights
         np.testing.assert_allclose(logprobs, expected, atol=2e-5)
         assert logprobs.dtype == np.float32
@@ -176,7 +176,7 @@ def test_without_weighted_targets_there_is_no_loss_and_no_gradient(shared: Torch
 def test_a_datum_of_one_token_and_one_longer_than_a_pack_work(shared: TorchTrainer, tiny_model_dir: Path) -> None:
     rng, model = np.random.default_rng(0), plain_model(tiny_model_dir)
     data = [make_datum(rng, np.array([9]), 1), make_datum(rng, np.array([9, 8]), 150)]
-    for datum, logprobs in zip(data, shared.forward("p", data), strict=True):
+    for datum, logprobs in zip(data, shared.forward("p", data)["logprobs"], strict=True):
         np.testing.assert_allclose(logprobs, plain_logprobs(model, datum).detach().numpy() * datum.weights, atol=1e-4)
 
 

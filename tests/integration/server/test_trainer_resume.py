@@ -49,6 +49,24 @@ def test_a_loaded_policy_continues_bit_for_bit(
     assert_same(*states)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("lora", KINDS, ids=["full", "lora"])
+def test_a_policy_can_start_from_the_weights_alone(
+    tiny_model_dir: Path, tmp_path: Path, lora: dict[str, Any] | None, dtype: str
+) -> None:
+    trainer = trained(tiny_model_dir, lora, dtype=dtype)
+    trainer.save("p", tmp_path / "c")
+    started = trained(tiny_model_dir, lora, dtype=dtype, steps=1)
+    started.forward_backward("p", make_data(), LossConfig(name="ppo"), 1.0)
+    started.load("p", tmp_path / "c", weights_only=True)
+    assert gradients(started) == {}
+    assert_same(weights(started), weights(trainer))
+    optimizer = started._policies["p"].optimizer
+    assert_same(optimizer.masters, trainer._policies["p"].optimizer.masters)
+    assert optimizer.step_count == 0
+    assert all(not moment.any() for moments in (optimizer.exp_avg, optimizer.exp_avg_sq) for moment in moments.values())
+
+
 def test_transformers_loads_a_full_checkpoint_with_its_tokenizer(tiny_model_dir: Path, tmp_path: Path) -> None:
     trainer = trained(tiny_model_dir, None)
     manifest = trainer.save("p", tmp_path)

@@ -65,7 +65,9 @@ class Memory:
             raise AuthenticationError("the API key is not valid")
         return Caller("owner", frozenset(Scope), address)
 
-    async def submit(self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: Any) -> dict[str, Any]:
+    async def submit(
+        self, owner: str, config: dict[str, Any], idempotency_key: str | None, code: Any, may_name: str
+    ) -> dict[str, Any]:
         assert idempotency_key
         self.code = code
         self.job_view = {

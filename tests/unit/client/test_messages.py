@@ -65,6 +65,9 @@ def test_a_datum_without_weights_is_refused() -> None:
         ({"request_id": "a", "prompt": [1], "params": {"temperature": -1}}, "temperature"),
         ({"request_id": "a", "prompt": [1], "params": {"temprature": 1}}, "temprature"),
         ({"request_id": "a", "prompt": [1], "max_tokens": 3}, "unknown keys in a sample request: max_tokens"),
+        ({"request_id": "a", "prompt": [1], "version": -1}, "version must be a whole number from 0, not -1"),
+        ({"request_id": "a", "prompt": [1], "version": True}, "version must be a whole number from 0, not True"),
+        ({"request_id": "a", "prompt": [1], "version": "latest"}, "version must be .* not 'latest' .leave it out"),
         ([], "must be an object"),
     ],
 )
@@ -85,9 +88,14 @@ def test_a_sample_result_survives_the_wire() -> None:
 
 
 def test_request_round_trip() -> None:
-    request = SampleRequest("r", (TokenChunk(np.array([1, 2], np.int32)),), SamplingParams(seed=3, stop=("x",)), 2, True)
+    request = SampleRequest("r", (TokenChunk(np.array([1, 2], np.int32)),), SamplingParams(seed=3, stop=("x",)), 2, True, 7)
     back = SampleRequest.from_wire(unpack(pack(request.to_wire())))
-    assert (back.request_id, back.params, back.n, back.prompt_logprobs) == ("r", request.params, 2, True)
+    assert (back.request_id, back.params, back.n, back.prompt_logprobs, back.version) == ("r", request.params, 2, True, 7)
+
+
+def test_a_sample_request_without_a_version_asks_for_the_latest() -> None:
+    assert SampleRequest.from_wire({"request_id": "r", "prompt": [1]}).version is None
+    assert SampleRequest.from_wire({"request_id": "r", "prompt": [1], "version": 0}).version == 0
 
 
 def test_validate_names_the_field() -> None:

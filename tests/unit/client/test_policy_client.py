@@ -31,10 +31,12 @@ INFO = {"base_model": "tiny", "tokenizer_files": {"tokenizer.json": b"{}"}}
 
 
 class EchoWorker:
-    """Samples the prompt back; commands answer with their arguments. `delay_s` and `problem` apply to everything."""
+    """Samples the prompt back; commands answer with their arguments, or with what `results` has for them. `delay_s` and
+    `problem` apply to everything."""
 
     def __init__(self) -> None:
         self.work: list[Work] = []
+        self.results: dict[str, dict[str, Any]] = {}
         self.delay_s = 0.0
         self.problem: dict[str, Any] | None = None
         self.lost = False
@@ -45,7 +47,7 @@ class EchoWorker:
             raise ServerLostError("the worker died")
         self.work += work
         for item in work:
-            result = item.args if not isinstance(item, SampleWork) else echo(item)
+            result = echo(item) if isinstance(item, SampleWork) else self.results.get(item.command, item.args)
             completion = Completion(item.operation, None if self.problem else result, self.problem)
             asyncio.get_running_loop().call_later(self.delay_s, self._done.put_nowait, completion)
 
@@ -158,6 +160,26 @@ async def test_prompts_may_be_lists_arrays_or_chunks(served: Served) -> None:
     for prompt in ([1, 2, 3], np.asarray([1, 2, 3]), [TokenChunk(np.asarray([1, 2, 3], np.int32))]):
         result = await client.sample(prompt, SamplingParams(max_tokens=3), n=2)
         assert [s.tokens.tolist() for s in result.samples] == [[1, 2, 3]] * 2
+
+
+async def test_a_sample_may_name_its_version(served: Served) -> None:
+    worker, _, client = served
+    await client.sample([1], SamplingParams(), version=3)
+    await client.sample([1], SamplingParams())
+    assert [w.request.version for w in worker.work if isinstance(w, SampleWork)] == [3, None]
+
+
+async def test_forward_asks_for_logprobs_unless_told_otherwise(served: Served) -> None:
+    worker, _, client = served
+    worker.results["forward"] = {"logprobs": [np.zeros(2, np.float32)], "entropy": [np.ones(2, np.float32)]}
+    assert (await client.forward([])).keys() == {"logprobs"}
+    scores = await client.forward([], compute=("entropy", "logprobs"), temperature=0.5)
+    np.testing.assert_array_equal(scores["entropy"], np.ones((1, 2), np.float32))
+    np.testing.assert_array_equal(scores["logprobs"], np.zeros((1, 2), np.float32))
+    assert [w.args for w in worker.work if not isinstance(w, SampleWork)] == [
+        {"data": [], "compute": ["logprobs"], "temperature": 1.0},
+        {"data": [], "compute": ["entropy", "logprobs"], "temperature": 0.5},
+    ]
 
 
 async def test_info_tokenizer_and_state(served: Served) -> None:

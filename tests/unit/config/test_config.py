@@ -1,13 +1,14 @@
 """Configs: every mistake is named, with the nearest known key."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from opentinker.config.base import apply_overrides, parse_config, read_yaml
-from opentinker.config.job import JobConfig, RLJobConfig
+from opentinker.config.job import INFERENCE_MEMORY_FRACTION, KINDS, RLJobConfig, parse_job
 from opentinker.errors import ConfigError
+from opentinker.scheduler.settings import Settings
 
 MINIMAL = {"base_model": "m", "environment": {"name": "arithmetic"}}
 
@@ -64,7 +65,7 @@ def test_impossible_values_are_refused(override: str) -> None:
 
 def test_a_dumped_config_loads_again() -> None:
     config = parse_config(RLJobConfig, {**MINIMAL, "lora": {"rank": 4, "target_modules": ["q_proj"]}})
-    assert TypeAdapter(JobConfig).validate_python(config.model_dump(mode="json")) == config
+    assert parse_job(config.model_dump(mode="json")) == config
 
 
 def test_yaml_mistakes_are_config_errors(tmp_path: Path) -> None:
@@ -76,3 +77,31 @@ def test_yaml_mistakes_are_config_errors(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(ConfigError, match="must hold a mapping"):
         read_yaml(tmp_path / "list.yaml")
+
+
+def test_every_kind_that_the_cluster_drives_has_a_driver() -> None:
+    settings = Settings(state_dir=Path("s"), runs_dir=Path("r"))
+    assert {kind for kind, model in KINDS.items() if model.driven} == set(settings.drivers)
+
+
+def test_a_kind_that_comes_later_and_one_that_never_does_are_told_apart() -> None:
+    with pytest.raises(ConfigError, match="'sft' jobs are not served yet"):
+        parse_job({"kind": "sft", "base_model": "m"})
+    with pytest.raises(ConfigError) as caught:
+        parse_job({"kind": "inferense", "base_model": "m"})
+    assert "did you mean 'inference'?" in caught.value.hint
+
+
+def test_an_engine_alone_takes_the_gpu_unless_it_is_told_otherwise() -> None:
+    def fraction(**engine: Any) -> float:
+        return parse_job({"kind": "inference", "base_model": "m", "engine": engine}).engine.memory_fraction
+
+    assert fraction() == fraction(max_model_len=64) == INFERENCE_MEMORY_FRACTION
+    assert fraction(memory_fraction=0.3) == 0.3
+    assert parse_job({**MINIMAL, "kind": "rl"}).engine.memory_fraction < 0.5
+
+
+def test_a_job_with_a_lease_cannot_be_restarted_by_the_cluster() -> None:
+    with pytest.raises(ConfigError, match="max_restarts"):
+        parse_job({"kind": "interactive", "base_model": "m", "scheduling": {"max_restarts": 1}})
+    assert parse_job({"kind": "inference", "base_model": "m", "scheduling": {"max_restarts": 1}}).scheduling.max_restarts == 1

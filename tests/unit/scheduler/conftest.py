@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from opentinker.errors import EngineError, UnknownModelError
+from opentinker.errors import EngineError, OpenTinkerError, UnknownModelError
 from opentinker.scheduler.auth import new_server_secret
 from opentinker.scheduler.gpus import GpuUse
-from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
-from opentinker.scheduler.placement import Node
+from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpec
+from opentinker.scheduler.placement import Allocation, Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.service import SchedulerService
 from opentinker.scheduler.settings import Settings
@@ -45,7 +45,12 @@ class LocalLauncher:
         self.drivers: dict[str, DriverSpec] = {}
         self.faults: dict[str, str] = {}
         self.ends: dict[str, asyncio.Future[DriverOutcome]] = {}
-        self.unkillable: list[int] = []
+        self.unkillable = ""
+        self.idle_s: dict[str, float] = {}
+        self.saved: list[str] = []
+        self.may_save = asyncio.Event()
+        self.may_save.set()
+        self.save_error: OpenTinkerError | None = None
         self.use: dict[str, list[GpuUse]] = {}
         self.endpoint = "http://127.0.0.1:1"
         self.calls: list[str] = []
@@ -66,21 +71,32 @@ class LocalLauncher:
     def gpus_of(self, server_id: str) -> tuple[int, ...]:
         return ()
 
-    async def probe(self, server_id: str) -> str:
+    async def probe(self, server_id: str) -> Probe:
         if server_id not in self.servers:
-            return "its server is gone"
-        return self.faults.get(self.servers[server_id].job_id, "")
+            return Probe("its server is gone")
+        job_id = self.servers[server_id].job_id
+        return Probe(self.faults.get(job_id, ""), self.idle_s.get(job_id, 0.0))
+
+    async def save(self, server_id: str, policy_id: str, name: str) -> None:
+        assert self.servers[server_id].policy_id == policy_id
+        await self.may_save.wait()
+        if self.save_error is not None:
+            raise self.save_error
+        self.saved.append(f"{self.servers[server_id].job_id}/{name}")
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
+        """`drivers` and `ends` are by job: of the driver that runs now."""
         self.drivers[spec.job_id] = spec
         end = self.ends.setdefault(spec.job_id, asyncio.get_running_loop().create_future())
         return await asyncio.shield(end)
 
-    async def stop_driver(self, job_id: str) -> None:
-        if self.drivers.pop(job_id, None):
+    async def stop_driver(self, server_id: str) -> None:
+        for job_id in [job_id for job_id, spec in self.drivers.items() if spec.server_id == server_id]:
+            del self.drivers[job_id]
+            self.ends.pop(job_id, None)
             self.calls.append("stop driver")
 
-    async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
+    async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
         self.calls.append("stop server" if graceful else "kill server")
         if not self.unkillable:
             self.servers.pop(server_id, None)
@@ -137,8 +153,8 @@ class World:
         sections = {name: options.pop(name) for name in ("resources", "scheduling") if name in options}
         return await self.service.submit(owner, {"kind": "interactive", "base_model": base_model, **sections}, **options)
 
-    async def rl(self) -> dict[str, Any]:
-        config = {"kind": "rl", "base_model": "some-model", "environment": {"name": "arithmetic"}}
+    async def rl(self, **scheduling: Any) -> dict[str, Any]:
+        config = {"kind": "rl", "base_model": "some-model", "environment": {"name": "arithmetic"}, "scheduling": scheduling}
         return await self.service.submit("admin", config)
 
     async def reach(self, job: dict[str, Any], state: str, owner: str = "admin") -> dict[str, Any]:

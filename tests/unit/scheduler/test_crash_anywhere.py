@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from opentinker.scheduler.auth import new_server_secret
-from opentinker.scheduler.launcher import DriverSpec, Launched, ServerSpec
-from opentinker.scheduler.placement import Node
+from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpec
+from opentinker.scheduler.placement import Allocation, Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.records import Record
 from opentinker.scheduler.service import SchedulerService
@@ -51,6 +51,7 @@ class Cluster:
         self.processes: dict[str, str] = {}
         self.runs: Counter[str] = Counter()
         self.launched: Counter[str] = Counter()
+        self.saved: list[str] = []
 
     def create(self, name: str, job_id: str) -> None:
         if name not in self.processes:
@@ -81,30 +82,36 @@ class CrashingLauncher:
         await self._call()
         return Launched("http://127.0.0.1:1", 1, 2)
 
-    async def probe(self, server_id: str) -> str:
-        return "" if f"{server_id}.worker" in self._cluster.processes else "its server is gone"
+    async def probe(self, server_id: str) -> Probe:
+        return Probe("" if f"{server_id}.worker" in self._cluster.processes else "its server is gone")
+
+    async def save(self, server_id: str, policy_id: str, name: str) -> None:
+        await self._call(lambda: self._cluster.saved.append(server_id))
 
     def gpus_of(self, server_id: str) -> tuple[int, ...]:
         return ()
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
-        name = f"{spec.job_id}.driver"
+        name = f"{spec.server_id}.driver"
+        mortal = spec.config["name"] == "mortal" and not spec.resume
 
         def begin() -> None:
+            if name not in self._cluster.processes:
+                self._cluster.runs[spec.job_id] += 1
+                assert not any(job_id == spec.job_id for n, job_id in self._cluster.processes.items() if n.endswith(".driver"))
             self._cluster.create(name, spec.job_id)
-            self._cluster.runs[spec.job_id] = self._cluster.launched[name]
 
         await self._call(begin)
         await self._call()
-        return DriverOutcome()
+        return DriverOutcome("the driver process died", lost=True) if mortal else DriverOutcome()
 
-    async def stop_driver(self, job_id: str) -> None:
-        await self._call(lambda: self._cluster.processes.pop(f"{job_id}.driver", None))
+    async def stop_driver(self, server_id: str) -> None:
+        await self._call(lambda: self._cluster.processes.pop(f"{server_id}.driver", None))
 
-    async def stop_server(self, server_id: str, job_ids: list[str], node_id: str, *, graceful: bool) -> list[int]:
+    async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
         for part in ("front", "worker"):
             await self._call(lambda part=part: self._cluster.processes.pop(f"{server_id}.{part}", None))
-        return []
+        return ""
 
 
 class CrashingStore(SqlStore):
@@ -169,8 +176,10 @@ class Site:
                     return job
                 await asyncio.sleep(0.002)
 
-    async def submit(self, kind: str, key: str) -> dict[str, Any]:
-        config = {"kind": kind, "base_model": "some-model"} | ({"environment": {"name": "arithmetic"}} if kind == "rl" else {})
+    async def submit(self, kind: str, key: str, name: str = "") -> dict[str, Any]:
+        config: dict[str, Any] = {"kind": kind, "base_model": "some-model", "name": name}
+        if kind == "rl":
+            config |= {"environment": {"name": "arithmetic"}, "scheduling": {"max_restarts": 1}}
         return await self.ask(lambda: self.service.submit("ann", config, idempotency_key=key))
 
     async def idle(self) -> None:
@@ -181,10 +190,12 @@ class Site:
 
 
 async def story(folder: Path, fuse: Fuse) -> Site:
-    """Two jobs that the cluster drives, one that is completed by its owner and one that is cancelled early, on two slots."""
+    """Two jobs that the cluster drives, of which one loses its driver once, one that is completed by its owner and one that is
+    cancelled early, on two slots."""
     site = Site(folder, fuse)
     site.boot()
-    jobs = [await site.submit(kind, f"key-{i}") for i, kind in enumerate(("rl", "interactive", "rl", "interactive"))]
+    kinds = (("rl", "mortal"), ("interactive", ""), ("rl", ""), ("interactive", ""))
+    jobs = [await site.submit(kind, f"key-{i}", name) for i, (kind, name) in enumerate(kinds)]
     await site.ask(lambda: site.service.cancel("ann", jobs[3]["id"]))
     await site.reach(jobs[1], "RUNNING")
 
@@ -200,7 +211,7 @@ async def story(folder: Path, fuse: Fuse) -> Site:
     stored = (await site.service.jobs("ann"))["jobs"]
     assert sorted(job["id"] for job in stored) == sorted(job["id"] for job in jobs)
     assert site.cluster.processes == {}
-    assert site.cluster.runs == {jobs[0]["id"]: 1, jobs[2]["id"]: 1}
+    assert site.cluster.runs == {jobs[0]["id"]: 2, jobs[2]["id"]: 1}
     assert max(site.cluster.launched.values()) == 1
     await site.stop()
     return site

@@ -9,6 +9,7 @@ from opentinker.scheduler.plan import (
     DriverOutcome,
     End,
     JobView,
+    Restart,
     Run,
     ServerView,
     Snapshot,
@@ -76,12 +77,46 @@ def test_a_job_that_reached_its_time_limit_fails_and_says_so() -> None:
             type(d) for d in plan(Snapshot(3699.9, NODES, [limited], [replace(SERVER, state=ServerState.STARTING)]))
         ]
         assert plan(Snapshot(3700.0, NODES, [limited], [SERVER])) == [
-            End("j", JobState.FAILED, "reached its time limit of 1 h")
+            End("j", JobState.FAILED, "reached its time limit of 1 h", save=state is JobState.RUNNING)
         ]
     finished = Snapshot(3700.0, NODES, [replace(limited)], [SERVER], {"j": DriverOutcome()})
     assert plan(finished) == [End("j", JobState.COMPLETED)]
     dead = Snapshot(3700.0, NODES, [limited], [replace(SERVER, fault="the worker died")])
     assert plan(dead) == [End("j", JobState.FAILED, "the worker died")]
+
+
+def test_an_idle_server_ends_its_job_in_the_jobs_own_way() -> None:
+    limited = replace(job(JobState.RUNNING), idle_limit_s=600.0, idle_end=JobState.COMPLETED)
+    assert plan(Snapshot(0.0, NODES, [limited], [replace(SERVER, idle_s=599.9)])) == []
+    assert plan(Snapshot(0.0, NODES, [job(JobState.RUNNING)], [replace(SERVER, idle_s=1e9)])) == []
+    assert plan(Snapshot(0.0, NODES, [limited], [replace(SERVER, idle_s=600.0)])) == [
+        End("j", JobState.COMPLETED, "its server was idle for 10 min, its limit", save=True)
+    ]
+
+
+def test_a_job_with_restarts_left_goes_back_into_the_queue_when_what_ran_it_is_lost() -> None:
+    lost = DriverOutcome("the driver process died", lost=True)
+    for restarts, decision in ((1, Restart), (0, End)):
+        running = replace(job(JobState.RUNNING), restarts_left=restarts)
+        for servers, outcomes, cause in (
+            ([], {}, "its server is gone"),
+            ([replace(SERVER, fault="the worker died")], {}, "the worker died"),
+            ([SERVER], {"j": lost}, "the driver process died"),
+        ):
+            (first, *_) = plan(Snapshot(0.0, NODES, [running], servers, outcomes))
+            assert isinstance(first, decision)
+            assert first.cause == cause
+    failed = {"j": DriverOutcome("no such environment")}
+    assert plan(Snapshot(0.0, NODES, [replace(running, restarts_left=9)], [SERVER], failed)) == [
+        End("j", JobState.FAILED, "no such environment")
+    ]
+
+
+def test_a_restarted_job_waits_until_nothing_is_left_of_its_earlier_server() -> None:
+    nodes = [Node("n", "n", 0, 2)]
+    again = job(JobState.QUEUED)
+    assert plan(Snapshot(0.0, nodes, [again], [SERVER])) == [Wait("j", "its earlier server to be gone"), Stop("s")]
+    assert plan(Snapshot(0.0, nodes, [again])) == [Start("j", HELD)]
 
 
 def test_a_queued_job_has_no_time_limit_yet() -> None:
@@ -134,7 +169,10 @@ def test_whatever_happens_every_job_ends_and_everything_comes_back(seed: int, sl
     """Obey the plan in a world where servers start, break and stop, and drivers end, at random."""
     draw = random.Random(seed)
     nodes = [Node("n", "n", 0, slots)]
-    jobs = {f"j{i}": JobView(f"j{i}", JobState.QUEUED, (SLOT,), draw.choice([None, 40.0])) for i in range(count)}
+    jobs = {
+        f"j{i}": JobView(f"j{i}", JobState.QUEUED, (SLOT,), draw.choice([None, 40.0]), restarts_left=draw.choice([0, 2]))
+        for i in range(count)
+    }
     servers: dict[str, ServerView] = {}
     outcomes: dict[str, DriverOutcome] = {}
     started: list[str] = []
@@ -145,11 +183,19 @@ def test_whatever_happens_every_job_ends_and_everything_comes_back(seed: int, sl
         for decision in plan(Snapshot(float(now), nodes, live, list(servers.values()), outcomes)):
             match decision:
                 case Start(job_id, where):
+                    assert job_id not in servers
+                    outcomes.pop(job_id, None)
                     jobs[job_id] = replace(jobs[job_id], state=move_job(jobs[job_id].state, JobState.STARTING))
                     servers[job_id] = ServerView(job_id, ServerState.STARTING, where, (job_id,))
                     started.append(job_id)
                 case Run(job_id):
                     jobs[job_id] = replace(jobs[job_id], state=move_job(jobs[job_id].state, JobState.RUNNING))
+                case Restart(job_id):
+                    left = jobs[job_id].restarts_left - 1
+                    jobs[job_id] = replace(
+                        jobs[job_id], state=move_job(jobs[job_id].state, JobState.QUEUED), restarts_left=left
+                    )
+                    assert left >= 0
                 case End(job_id, state):
                     jobs[job_id] = replace(jobs[job_id], state=move_job(jobs[job_id].state, state))
                 case Stop(server_id):
@@ -163,7 +209,10 @@ def test_whatever_happens_every_job_ends_and_everything_comes_back(seed: int, sl
             elif draw.random() < 0.05:
                 servers[server.id] = replace(server, fault="it died")
             elif jobs[server.id].state is JobState.RUNNING and draw.random() < 0.3:
-                outcomes[server.id] = draw.choice([DriverOutcome(), DriverOutcome("it failed")])
+                outcomes[server.id] = draw.choice(
+                    [DriverOutcome(), DriverOutcome("it failed"), DriverOutcome("it died", lost=True)]
+                )
     assert all(view.state.ended for view in jobs.values())
     assert not servers
-    assert started == sorted(started, key=list(jobs).index)
+    firsts = list(dict.fromkeys(started))
+    assert firsts == sorted(firsts, key=list(jobs).index)

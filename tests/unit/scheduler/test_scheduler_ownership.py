@@ -13,7 +13,7 @@ from opentinker.scheduler.api import OPEN_PATHS, create_app
 
 CHANGING = {("POST", "/v1/jobs")}
 """Need `submit`. So do all that change a job, which have its id in their path."""
-READING = {("GET", "/v1/jobs"), ("GET", "/v1/cluster"), ("GET", "/v1/openapi.json"), ("GET", "/metrics")}
+READING = {("GET", "/v1/jobs"), ("GET", "/v1/cluster"), ("GET", "/v1/models"), ("GET", "/v1/openapi.json"), ("GET", "/metrics")}
 """Any valid key; they answer with what is the caller's."""
 OWN_SECRETS = re.compile(r"/v1/secrets(/.*)?")
 """Need `submit`, and are about the caller's own, whoever calls."""
@@ -255,3 +255,23 @@ async def test_a_large_config_is_refused_and_a_long_body_not_read(people: People
     )
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_request")
     assert (await people.call("admin", "GET", "/v1/jobs?owner=*")).json()["jobs"] == []
+
+
+async def test_only_its_owner_and_administrators_start_from_a_jobs_checkpoint(world: Any, people: People) -> None:
+    job_id = await submitted(people, "ann")
+    folder = world.settings.runs_dir / "ann" / job_id / "checkpoints" / "final@1"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text('{"kind": "full", "model_type": "llama", "step": 1, "created_at": 1.0}')
+    (folder / "manifest.json").write_text('{"files": {}}')
+
+    async def start(who: str, source: str) -> httpx.Response:
+        config = {**SUBMISSION["config"], "start_from": f"{source}/final"}
+        return await people.call(who, "POST", "/v1/jobs", {"config": config})
+
+    strangers, nobodys = await start("bob", job_id), await start("bob", "job-0000000000")
+    assert strangers.status_code == nobodys.status_code == 404
+    assert strangers.text.replace(job_id, "") == nobodys.text.replace("job-0000000000", "")
+    for who in ("ann", "admin"):
+        answer = await start(who, job_id)
+        assert answer.status_code == 201, answer.text
+        assert answer.json()["config"]["start_from"] == f"ann/{job_id}/final@1"

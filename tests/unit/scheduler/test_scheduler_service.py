@@ -4,7 +4,6 @@ import asyncio
 import base64
 import hashlib
 import io
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,11 @@ async def test_a_token_is_shown_neither_in_the_list_nor_after_the_end(world: Any
     (listed,) = (await world.service.jobs("admin"))["jobs"]
     assert listed["server"]["endpoint"]
     assert "token" not in listed["server"]
-    world.launcher.unkillable = [1]
+    world.launcher.unkillable = "process 1 cannot be killed"
     world.launcher.faults[job["id"]] = "it died"
     job = await world.reach(job, "FAILED")
     assert "token" not in job["server"]
-    world.launcher.unkillable = []
+    world.launcher.unkillable = ""
 
 
 async def test_the_second_job_waits_until_the_first_ones_processes_are_gone(world: Any) -> None:
@@ -60,12 +59,12 @@ async def test_the_second_job_waits_until_the_first_ones_processes_are_gone(worl
         "QUEUED",
         f"needs 1 CPU slot; no CPU slot is free; after {first['id']}, which has no time limit",
     )
-    world.launcher.unkillable = [4711]
+    world.launcher.unkillable = "process 4711 cannot be killed"
     world.launcher.faults[first["id"]] = "the server's worker process (pid 4711) died"
     await world.reach(first, "FAILED")
-    await world.until(lambda: any(e.kind == "processes_left" and "4711" in e.detail for e in world.store.events(first["id"])))
+    await world.until(lambda: any(e.kind == "unhealthy" and "4711" in e.detail for e in world.store.events(first["id"])))
     assert (await world.service.job("admin", second["id"]))["state"] == "QUEUED"
-    world.launcher.unkillable = []
+    world.launcher.unkillable = ""
     await world.reach(second, "RUNNING")
 
 
@@ -160,7 +159,7 @@ async def test_bad_submissions_are_refused_and_leave_nothing(world: Any) -> None
     with pytest.raises(InvalidRequestError, match="cannot be unpacked"):
         await world.interactive(code=_code(_with_a_damaged_second_file()))
     assert (await world.service.jobs("admin"))["jobs"] == []
-    assert not world.settings.runs_dir.exists() or not os.listdir(world.settings.runs_dir)
+    assert list(world.settings.runs_dir.glob("*/*")) == []
 
 
 def _code(content: bytes) -> dict[str, str]:
@@ -329,7 +328,8 @@ async def test_a_job_that_reached_its_time_limit_fails_and_its_slot_comes_back(w
     assert (await world.service.heartbeat("admin", job["id"]))["state"] == "RUNNING"
     world.clock.now += 1.0
     job = await world.reach(job, "FAILED")
-    assert job["cause"] == "reached its time limit of 20 s"
+    assert job["cause"] == "reached its time limit of 20 s; its weights are in checkpoint 'stopped'"
+    assert world.launcher.saved == [f"{job['id']}/stopped"]
     await world.until_free(1)
 
 
@@ -338,7 +338,7 @@ async def test_a_time_limit_goes_on_while_the_scheduler_is_down(world: Any) -> N
     await world.crash()
     world.clock.now += 20.0
     world.boot()
-    assert (await world.reach(job, "FAILED"))["cause"] == "reached its time limit of 20 s"
+    assert (await world.reach(job, "FAILED"))["cause"].startswith("reached its time limit of 20 s")
 
 
 async def test_a_short_job_fills_the_gap_before_a_large_one_and_all_are_told_when(world: Any) -> None:

@@ -273,10 +273,10 @@ async def test_a_full_disk_refuses_a_submit_whole_and_the_scheduler_goes_on_when
 
     filler = {"kind": "interactive", "base_model": "m" * 100_000}
     limit(1)  # SQLite makes it what the file has now
-    before = sorted(path.name for path in world.settings.runs_dir.iterdir())
+    before = sorted(path.name for path in world.settings.runs_dir.glob("*/*"))
     with pytest.raises(StorageError, match="cannot be written"):
         await world.service.submit("admin", filler, "k")
-    assert sorted(path.name for path in world.settings.runs_dir.iterdir()) == before
+    assert sorted(path.name for path in world.settings.runs_dir.glob("*/*")) == before
     assert [job["id"] for job in (await world.service.jobs("admin"))["jobs"]] == [first["id"]]
     assert (await world.service.heartbeat("admin", first["id"]))["state"] == "RUNNING"
     limit(1_000_000)

@@ -150,3 +150,20 @@ def test_a_chat_template_file_wins_over_the_tokenizer_config(tmp_path: Path) -> 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownModelError, match=r"tokenizer\.json"):
         models.tokenizer_files(tmp_path)
+
+
+def test_a_model_of_the_hub_is_downloaded_and_without_a_network_the_error_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, **_: str(tmp_path / hub_id))
+    assert models.resolve_model("hub:a/b") == tmp_path / "a" / "b"
+
+    def offline(hub_id: str, **_: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot find the requested files on the Hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(UnknownModelError, match="cannot download 'a/b' from the model hub") as error:
+        models.resolve_model("hub:a/b")
+    assert "network" in error.value.hint

@@ -1,4 +1,4 @@
-"""The sliced output head against plain float64 autograd."""
+"""The sliced output head against plain float64 torch and its autograd."""
 
 import pytest
 import torch
@@ -8,11 +8,18 @@ from opentinker.server.trainer import head
 ROWS, HIDDEN, VOCABULARY = 40, 16, 900
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, cap: float, temperature: float) -> torch.Tensor:
+SHAPES = pytest.mark.parametrize(("cap", "temperature"), [(0.0, 1.0), (0.0, 0.7), (5.0, 1.3)])
+
+
+def plain_softmax(hidden: torch.Tensor, weight: torch.Tensor, cap: float, temperature: float) -> torch.Tensor:
     logits = hidden @ weight.t()
     if cap:
         logits = cap * torch.tanh(logits / cap)
-    return torch.log_softmax(logits / temperature, 1)[torch.arange(len(targets)), targets]
+    return torch.log_softmax(logits / temperature, 1)
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, cap: float, temperature: float) -> torch.Tensor:
+    return plain_softmax(hidden, weight, cap, temperature)[torch.arange(len(targets)), targets]
 
 
 @pytest.fixture
@@ -21,7 +28,7 @@ def many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("many_slices")
-@pytest.mark.parametrize(("cap", "temperature"), [(0.0, 1.0), (0.0, 0.7), (5.0, 1.3)])
+@SHAPES
 def test_logprobs_and_gradients_are_those_of_the_whole_softmax(cap: float, temperature: float) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(ROWS, HIDDEN).requires_grad_(), torch.randn(VOCABULARY, HIDDEN)
@@ -59,3 +66,55 @@ def test_a_confident_bfloat16_row_keeps_a_precise_gradient() -> None:
     head.target_logprobs(hidden, weight, torch.tensor([0])).backward()  # type: ignore[no-untyped-call]
     p = torch.sigmoid(torch.tensor(-6.0))
     torch.testing.assert_close(hidden.grad, torch.tensor([[p, -p]], dtype=torch.bfloat16), rtol=0.02, atol=0)
+
+
+def hidden_and_weight(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, HIDDEN) * scale, torch.randn(VOCABULARY, HIDDEN)
+    return hidden, weight, torch.randint(0, VOCABULARY, (ROWS,))
+
+
+@pytest.mark.parametrize("slice_elements", [ROWS * 256, 1 << 21])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 5.0])
+@SHAPES
+def test_entropies_are_those_of_the_whole_softmax(
+    monkeypatch: pytest.MonkeyPatch, slice_elements: int, scale: float, cap: float, temperature: float
+) -> None:
+    monkeypatch.setattr(head, "SLICE_ELEMENTS", slice_elements)
+    hidden, weight, targets = hidden_and_weight(scale)
+    logprobs, entropies = head.logprobs_and_entropies(hidden, weight, targets, cap=cap, temperature=temperature)
+    expected = plain_softmax(hidden.double(), weight.double(), cap, temperature)
+    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(1).float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(logprobs, head.target_logprobs(hidden, weight, targets, cap=cap, temperature=temperature))
+    assert entropies.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("many_slices")
+def test_entropies_need_no_more_than_a_slice_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, logits = [], head._logits
+
+    def noted(*args: float) -> torch.Tensor:
+        sizes.append((made := logits(*args)).numel())  # type: ignore[arg-type]
+        return made
+
+    monkeypatch.setattr(head, "_logits", noted)
+    head.logprobs_and_entropies(*hidden_and_weight())
+    assert max(sizes) <= head.SLICE_ELEMENTS
+    assert sum(sizes) == ROWS * VOCABULARY  # one pass
+
+
+@pytest.mark.usefixtures("many_slices")
+def test_the_entropy_of_a_certain_row_is_zero_and_that_of_an_even_one_is_log_v() -> None:
+    weight, targets = torch.eye(VOCABULARY, HIDDEN), torch.zeros(2, dtype=torch.long)
+    hidden = torch.zeros(2, HIDDEN)
+    hidden[0, 3] = 1e4
+    _, entropies = head.logprobs_and_entropies(hidden, weight, targets)
+    torch.testing.assert_close(entropies, torch.tensor([0.0, VOCABULARY]).clamp_min(1).log())
+    assert float(entropies[0]) >= 0
+
+
+def test_bfloat16_entropies_are_those_of_the_rounded_logits() -> None:
+    hidden, weight, targets = (t.bfloat16() if t.is_floating_point() else t for t in hidden_and_weight())
+    _, entropies = head.logprobs_and_entropies(hidden, weight, targets)
+    expected = torch.log_softmax((hidden @ weight.t()).double(), 1)
+    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(1).float(), rtol=1e-4, atol=1e-4)

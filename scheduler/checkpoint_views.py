@@ -1,0 +1,112 @@
+"""Checkpoints as the scheduler sees them: those of a job, and the one that a new job starts from."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from opentinker.checkpoints import Checkpoint, CheckpointRef, find, parse_ref, versioned
+from opentinker.config.job import JobConfig, LoraConfig, parse_job
+from opentinker.errors import ConfigError, NotFoundError
+from opentinker.scheduler.records import Job
+from opentinker.storage import Storage, all_checkpoints
+
+
+def checkpoint_root(job: Job) -> Path:
+    """Where a job's server writes its checkpoints."""
+    return Path(job.run_dir) / "checkpoints"
+
+
+def ref_of(job: Job, name: str, version: int | None) -> CheckpointRef:
+    return CheckpointRef(job.owner, job.id, name, version)
+
+
+def checkpoint_views(job: Job, storage: Storage | None) -> list[dict[str, Any]]:
+    """What the API tells of a job's checkpoints, newest first."""
+    return [_view(job, checkpoint) for checkpoint in all_checkpoints(checkpoint_root(job), storage)]
+
+
+def _view(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "name": checkpoint.name,
+        "version": checkpoint.version,
+        "ref": str(ref_of(job, checkpoint.name, checkpoint.version)),
+        "kind": checkpoint.kind,
+        "base_model": job.config["base_model"],
+        "step": checkpoint.step,
+        "created_at": checkpoint.created_at,
+        "bytes": checkpoint.bytes,
+    }
+
+
+def no_job(job_id: str) -> NotFoundError:
+    """The one answer for a job that is not there and for one that is not the caller's."""
+    return NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
+
+
+def start_source(ref: CheckpointRef, job: Job | None, may_name: str | None) -> Job:
+    """The job whose checkpoint `ref` is. `may_name` is the user whose jobs the caller may name; None: everybody's.
+
+    Raises:
+        NotFoundError: there is no such job for this caller.
+    """
+    if job is None or may_name not in (None, job.owner) or ref.user not in (None, job.owner):
+        raise no_job(ref.job)
+    return job
+
+
+def resolve_start(ref: CheckpointRef, source: Job, config: JobConfig, storage: Storage | None) -> CheckpointRef:
+    """The address of exactly one checkpoint, that `config`'s job can start from.
+
+    Raises:
+        ConfigError: there is none, or it does not fit the job.
+        UnavailableError: the storage does not answer.
+    """
+    saved = all_checkpoints(checkpoint_root(source), storage)
+    found = find(saved, ref.name, ref.version)
+    if found is None:
+        known = [versioned(c.name, c.version) for c in saved]
+        raise ConfigError(
+            f"start_from: job {source.id} has no checkpoint '{versioned(ref.name, ref.version)}'",
+            hint=f"it has {', '.join(known[:10])}" if known else "it has none",
+        )
+    _check_fit(str(ref_of(source, found.name, found.version)), found, source, config)
+    return replace(ref, user=source.owner, version=found.version)
+
+
+def _check_fit(name: str, found: Checkpoint, source: Job, config: JobConfig) -> None:
+    theirs = parse_job(source.config)
+    if theirs.base_model != config.base_model:
+        raise ConfigError(
+            f"start_from: {name} was trained on the base model '{theirs.base_model}', this job has '{config.base_model}'",
+            hint=f"base_model: {theirs.base_model}",
+        )
+    if not config.trains:
+        return  # whatever it holds can be sampled from
+    if theirs.lora != config.lora:
+        raise ConfigError(
+            f"start_from: {name} holds {_what(theirs.lora)}, this job trains {_what(config.lora)}",
+            hint="give this job the same lora as that one" if theirs.lora else "leave lora out",
+        )
+    if found.kind != ("full" if config.lora is None else "lora"):
+        raise ConfigError(f"start_from: {name} is a checkpoint of kind '{found.kind}', which does not fit its own job's config")
+
+
+def _what(lora: LoraConfig | None) -> str:
+    if lora is None:
+        return "full parameters"
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else ", ".join(lora.target_modules)
+    return f"an adapter of rank {lora.rank} with alpha {lora.alpha:g} on {targets}"
+
+
+def start_folder(text: str, source: Job | None) -> str:
+    """The folder that a stored config's `start_from` means; "" if it has none.
+
+    Raises:
+        ConfigError: the job it was of is not known any more.
+    """
+    if not text:
+        return ""
+    ref = parse_ref(text)
+    if source is None:
+        raise ConfigError(f"start_from: there is no job {ref.job} any more")
+    return str(checkpoint_root(source) / versioned(ref.name, ref.version))
