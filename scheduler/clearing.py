@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
-from opentinker.scheduler.packages import clean_up
+from opentinker.scheduler.packages import remove_packages
+from opentinker.scheduler.processes import reap
 
 POLL_S = 0.2
 
@@ -18,10 +19,12 @@ def clear(
     Returns:
         What is left after all; empty if nothing.
     """
-    left = [pid for job_id in job_ids for pid in clean_up(job_id, kill_after_s, timeout_s)]
+    left = [pid for job_id in job_ids for pid in reap(job_id, kill_after_s, timeout_s)]
     if left:
         plural = len(left) > 1
         return f"process{'es' if plural else ''} {', '.join(map(str, left))} cannot be killed"
+    for job_id in job_ids:
+        remove_packages(job_id)
     return "" if gpu_free_bytes is None else wait_for_memory(gpus, gpu_free_bytes, timeout_s)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from opentinker.errors import OpenTinkerError
 from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group
-from opentinker.redaction import Redactor, redact_output
+from opentinker.redaction import RedactedOutput, Redactor
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.packages import INSTALL_LOG_NAME
 from opentinker.scheduler.processes import forget_secrets
@@ -20,6 +20,8 @@ MARK_NAME = "driver.json"
 """Says which driver came up last: {"server", "pid"}."""
 SERVER_LOG_NAME = "server.log"
 """Beside it: what the processes of the job's server print."""
+OUTPUT_S = 5.0
+"""How long the last of a driver's output may take to be in the log."""
 
 
 class DriverProcess:
@@ -32,10 +34,11 @@ class DriverProcess:
         self._outcome: dict[str, str] | None = None
         self._log = Path(run_dir) / LOG_NAME
         self._redactor = Redactor({})
+        self._output: RedactedOutput | None = None
         own_process_group()
         forget_secrets()
-        begin_log(Path(run_dir))
         _leave_mark(Path(run_dir), server_id)
+        begin_log(Path(run_dir))
         write_to(self._log, job=job_id)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request, of which a step has hundreds
 
@@ -61,13 +64,15 @@ class DriverProcess:
             if secrets:
                 self._reveal(secrets)
             self._outcome = self._run(function, config, **arguments)
+            if self._output is not None:
+                self._output.close(OUTPUT_S)
         return self._outcome
 
     def _reveal(self, secrets: dict[str, tuple[str, str]]) -> None:
         """Put secrets into the environment, where the user's code looks for them, and keep them out of the log."""
         values = dict(secrets.values())
         self._redactor = Redactor(values)
-        redact_output(self._log, values)
+        self._output = RedactedOutput(self._log, values)
         os.environ.update({variable: value for variable, (_, value) in secrets.items()})
 
     def _run(self, function: str, config: dict[str, Any], **arguments: Any) -> dict[str, str]:
@@ -83,6 +88,19 @@ class DriverProcess:
         return {"cause": "", "code": ""}
 
 
+def begin_log(run_dir: Path) -> None:
+    """Let the driver's log go on, or begin, with what was printed when its packages were installed, if any were."""
+    log, installing = run_dir / LOG_NAME, run_dir / INSTALL_LOG_NAME
+    if not installing.exists():
+        return
+    if not log.exists():
+        installing.rename(log)
+        return
+    with log.open("ab") as file:  # of an earlier driver, which was lost
+        file.write(installing.read_bytes())
+    installing.unlink()
+
+
 def came_up(run_dir: Path, server_id: str) -> bool:
     """Whether the driver beside this server ever came up."""
     try:
@@ -96,19 +114,6 @@ def _leave_mark(run_dir: Path, server_id: str) -> None:
     draft = run_dir / f".{MARK_NAME}"
     draft.write_text(json.dumps({"server": server_id, "pid": os.getpid()}))
     draft.replace(run_dir / MARK_NAME)
-
-
-def begin_log(run_dir: Path) -> None:
-    """Let what was printed when the driver's packages were installed, if any were, stand in its log before what it prints."""
-    installed, log = run_dir / INSTALL_LOG_NAME, run_dir / LOG_NAME
-    if not installed.exists():
-        return
-    if log.exists():  # of an earlier driver of this job
-        with log.open("ab") as file:
-            file.write(installed.read_bytes())
-        installed.unlink()
-    else:
-        installed.rename(log)
 
 
 def _one_line(text: str) -> str:

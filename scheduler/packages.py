@@ -31,7 +31,7 @@ from opentinker.config.job import JobConfig, RLJobConfig
 from opentinker.config.requirements import listed_requirements
 from opentinker.errors import ConfigError, OpenTinkerError
 from opentinker.logfile import write_to
-from opentinker.scheduler.processes import forget_secrets, reap
+from opentinker.scheduler.processes import forget_secrets
 
 INSTALL_LOG_NAME = "install.log"
 """What the installer prints. It becomes the beginning of driver.log when the driver comes up, or when there will be none."""
@@ -54,12 +54,9 @@ def packages_folder(job_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"opentinker-packages-{os.getuid()}" / job_id
 
 
-def clean_up(job_id: str, kill_after_s: float, timeout_s: float) -> list[int]:
-    """`reap`, and remove the job's packages once nobody can use them any more."""
-    left = reap(job_id, kill_after_s, timeout_s)
-    if not left:
-        shutil.rmtree(packages_folder(job_id), ignore_errors=True)
-    return left
+def remove_packages(job_id: str) -> None:
+    """Remove a job's packages from this node, when none of its processes is left to use them."""
+    shutil.rmtree(packages_folder(job_id), ignore_errors=True)
 
 
 class PackageInstaller:

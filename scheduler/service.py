@@ -157,7 +157,7 @@ class SchedulerService:
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.run_root / owner / job_id
             async with _storage_answers():
-                await asyncio.to_thread(_prepare, run_dir, code, parsed, self._storage)
+                await asyncio.to_thread(_prepare, run_dir, code, self._storage, parsed)
             if self._closing:
                 raise ConflictError("the cluster is being stopped")
             now = self._now()
@@ -326,11 +326,11 @@ class SchedulerService:
             job = self._store.job(job_id)
             policy = self._reconciler.policy_of(job_id)
             # Between two servers, or after the last, the earlier tokens still tell whose job it is.
-            known = self._store.policies(job_id) if policy is None else [policy]
+            known = self._store.policies(job_id) if owner is None and policy is None else [policy] if policy else []
         except OpenTinkerError as error:
             raise error if owner is not None else without_details(error) from error
         if owner is None:
-            self.users.check_token(token or "", [policy_token(self._secret, p.id) for p in known], address)
+            self.users.check_token(token or "", [policy_token(self._secret, policy.id) for policy in known], address)
         elif job is None or job.owner != owner:
             raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
         assert job is not None
@@ -484,7 +484,7 @@ def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> 
     return earlier
 
 
-def _prepare(run_dir: Path, code: dict[str, str] | None, config: JobConfig, storage: Storage | None) -> None:
+def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None, config: JobConfig) -> None:
     """Make the job's folder, with its code in it. Nothing is left of it when the code is refused, or what it requires."""
     content = decode_zip(code["zip"], code["sha256"]) if code else None
     try:

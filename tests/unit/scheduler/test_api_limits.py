@@ -130,8 +130,9 @@ async def test_before_a_key_is_known_a_broken_store_tells_nothing_of_itself(
         assert "my-secret" not in answer.text
         assert "10.1.2.3" not in answer.text
     monkeypatch.undo()
-    monkeypatch.setattr(world.store, "open_servers", broken)
+    monkeypatch.setattr(world.store, "job", broken)
     answer = await http.get(f"/v1/jobs/{job['id']}/server/v1/info", headers={"Authorization": "Bearer otp-guess"})
+    monkeypatch.undo()
     assert answer.status_code == kind.status
     assert "my-secret" not in answer.text
 

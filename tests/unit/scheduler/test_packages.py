@@ -16,7 +16,8 @@ import pytest
 from opentinker.config.job import parse_job
 from opentinker.errors import ConfigError
 from opentinker.scheduler import packages
-from opentinker.scheduler.packages import clean_up, last_word, make_environment, refuse_replacements, requirements_of
+from opentinker.scheduler.clearing import clear
+from opentinker.scheduler.packages import last_word, make_environment, refuse_replacements, requirements_of
 from opentinker.scheduler.processes import JOB_VARIABLE, processes_of
 
 
@@ -54,7 +55,7 @@ async def test_a_requirements_file_that_is_none_is_refused_at_submit_and_nothing
     body = {"kind": "rl", "base_model": "m", "environment": {"name": "env.py:Mine"}}
     with pytest.raises(ConfigError, match="option of pip"):
         await world.service.submit("admin", body, None, code(env__py="", requirements__txt="--index-url https://evil\n"))
-    assert list(world.settings.runs_dir.glob("*/*")) == []
+    assert list(world.settings.runs_dir.rglob("job-*")) == []
     job = await world.service.submit("admin", body, None, code(env__py="", requirements__txt="sympy\n"))
     assert job["config"]["environment"]["requirements"] is None
 
@@ -137,5 +138,5 @@ def test_the_packages_go_with_the_jobs_processes(tmp_path: Path, monkeypatch: py
     folder = packages.packages_folder("job-1")
     folder.mkdir(parents=True)
     assert folder.is_relative_to(tmp_path)
-    assert clean_up("job-1", 0.1, 0.1) == []
+    assert clear(["job-1"], (), 0.1, 0.1, None) == ""
     assert not folder.exists()

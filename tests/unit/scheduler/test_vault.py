@@ -72,7 +72,7 @@ async def test_a_submit_names_the_secrets_that_are_missing_and_how_to_set_them(w
         await world.service.submit("admin", CONFIG)
     assert "`opentinker secrets set openai`" in caught.value.hint
     assert (await world.service.jobs("admin"))["jobs"] == []
-    assert list((world.settings.state_dir / "runs").glob("*")) == []
+    assert list((world.settings.state_dir / "runs").rglob("job-*")) == []
 
 
 @pytest.mark.parametrize("what", ["removed", "swapped", "another server secret"])
