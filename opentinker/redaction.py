@@ -10,11 +10,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 SHORTEST = 6
 """Characters of the shortest value that is looked for; shorter ones are found in too many innocent words."""
 LONG_LINE = 16
+_READY = b"ready"
 
 
 class Redactor:
@@ -71,32 +73,53 @@ class Redactor:
         return len(data)
 
 
-def redact_output(path: Path, secrets: Mapping[str, str]) -> None:
-    """Send this process's stdout and stderr, and those of its children from now on, to the end of a file without the secrets.
+class RedactedOutput:
+    """This process's stdout and stderr, and those of its children from now on, sent to the end of a file without secrets."""
 
-    Raises:
-        OSError: the process that does it cannot be started.
-    """
-    read_end, write_end = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
-            stdin=read_end,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        # The first line is for the other process alone: neither arguments nor environment may hold a secret.
-        head = json.dumps({"path": str(path), "secrets": dict(secrets)}).encode() + b"\n"
-        while head:
-            head = head[os.write(write_end, head) :]
+    def __init__(self, path: Path, secrets: Mapping[str, str]) -> None:
+        """Returns when the other process is at work: from then on nothing is lost, also if this one is killed.
+
+        Raises:
+            OSError: it cannot be started, or cannot write the file.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        read_end, write_end = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__],
+                stdin=read_end,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            os.close(read_end)
+            read_end = -1
+            # The first line is for the other process alone: neither arguments nor environment may hold a secret.
+            head = json.dumps({"path": str(path), "secrets": dict(secrets)}).encode() + b"\n"
+            while head:
+                head = head[os.write(write_end, head) :]
+            assert self._process.stdout is not None
+            with self._process.stdout as said:
+                if said.read(len(_READY)) != _READY:
+                    raise OSError(f"{path} cannot be written by way of another process")
+            for descriptor in (1, 2):
+                os.dup2(write_end, descriptor)
+        finally:
+            os.close(write_end)
+            if read_end >= 0:
+                os.close(read_end)
+
+    def close(self, timeout_s: float) -> None:
+        """Wait until everything is in the file, if no child goes on writing; what this process prints later is thrown away."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in (1, 2):
-            os.dup2(write_end, descriptor)
-    finally:
-        os.close(read_end)
-        os.close(write_end)
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
 
 
 def main() -> None:
@@ -111,6 +134,8 @@ def main() -> None:
     head = json.loads(line)
     redactor = Redactor(head["secrets"])
     with open(head["path"], "ab", buffering=0) as file:
+        _write(1, _READY)
+        os.close(1)
         while True:
             _write(file.fileno(), redactor.feed(data))
             data = os.read(0, 2**16)

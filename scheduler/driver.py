@@ -10,7 +10,7 @@ from typing import Any
 from opentinker.errors import OpenTinkerError
 from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group
-from opentinker.redaction import Redactor, redact_output
+from opentinker.redaction import RedactedOutput, Redactor
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.packages import INSTALL_LOG_NAME
 from opentinker.scheduler.processes import forget_secrets
@@ -20,6 +20,8 @@ MARK_NAME = "driver.json"
 """Says which driver came up last: {"server", "pid"}."""
 SERVER_LOG_NAME = "server.log"
 """Beside it: what the processes of the job's server print."""
+OUTPUT_S = 5.0
+"""How long the last of a driver's output may take to be in the log."""
 
 
 class DriverProcess:
@@ -32,6 +34,7 @@ class DriverProcess:
         self._outcome: dict[str, str] | None = None
         self._log = Path(run_dir) / LOG_NAME
         self._redactor = Redactor({})
+        self._output: RedactedOutput | None = None
         own_process_group()
         forget_secrets()
         begin_log(Path(run_dir))
@@ -61,13 +64,15 @@ class DriverProcess:
             if secrets:
                 self._reveal(secrets)
             self._outcome = self._run(function, config, **arguments)
+            if self._output is not None:
+                self._output.close(OUTPUT_S)
         return self._outcome
 
     def _reveal(self, secrets: dict[str, tuple[str, str]]) -> None:
         """Put secrets into the environment, where the user's code looks for them, and keep them out of the log."""
         values = dict(secrets.values())
         self._redactor = Redactor(values)
-        redact_output(self._log, values)
+        self._output = RedactedOutput(self._log, values)
         os.environ.update({variable: value for variable, (_, value) in secrets.items()})
 
     def _run(self, function: str, config: dict[str, Any], **arguments: Any) -> dict[str, str]:

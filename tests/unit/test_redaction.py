@@ -55,8 +55,8 @@ def test_a_killed_process_and_its_children_leave_no_value_in_the_log(tmp_path: P
     script = f"""if True:
         import os, signal, subprocess, sys
         from pathlib import Path
-        from opentinker.redaction import redact_output
-        redact_output(Path({str(log)!r}), {{"key": "sk-tr0ub4dor"}})
+        from opentinker.redaction import RedactedOutput
+        RedactedOutput(Path({str(log)!r}), {{"key": "sk-tr0ub4dor"}})
         print("printed sk-tr0ub4dor", flush=True)
         subprocess.run(["echo", "by a child: sk-tr0ub4dor"], check=True)
         os.write(2, b"in two pieces: sk-tr0")
@@ -72,3 +72,21 @@ def test_a_killed_process_and_its_children_leave_no_value_in_the_log(tmp_path: P
             break
         subprocess.run(["sleep", "0.02"], check=True)
     assert log.read_text() == f"what was there before\n{expected}"
+
+
+def test_at_the_end_everything_is_in_the_log_and_a_file_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from opentinker.redaction import RedactedOutput
+        log = Path(sys.argv[1])
+        output = RedactedOutput(log, {"key": "sk-tr0ub4dor"})
+        print("x" * 200_000, "sk-tr0", end="")
+        output.close(30.0)
+        print("thrown away")
+        assert log.read_text() == "x" * 200_000 + " sk-tr0"
+    """
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "log"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "no" / "log"], capture_output=True, text=True, timeout=60)
+    assert "OSError" in done.stderr
