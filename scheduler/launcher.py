@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.placement import Allocation, Demand, Node
 from opentinker.scheduler.plan import DriverOutcome
+from opentinker.scheduler.warming import NextJob
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,15 @@ class Launcher(Protocol):
     async def request_nodes(self, bundles: Sequence[Demand]) -> None:
         """Ask the cluster's autoscaler, if it has one, to make room for all of these at once, with what is there already. It
         holds until the next request."""
+        ...
+
+    async def prestart(self, job: NextJob, keep_s: float) -> None:
+        """Start the processes that a queued job's server will need, so that `launch` finds them; they end by themselves after
+        `keep_s`. Raises anything; nothing depends on it."""
+        ...
+
+    async def forget(self, job_id: str, node_id: str) -> None:
+        """End what `prestart` started on a node."""
         ...
 
     async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:

@@ -43,6 +43,7 @@ class Node:
     """Indexes of GPUs that are close to each other (NVLink, NUMA); empty where that is unknown."""
     address: str = ""
     """The IP address at which the cluster's other nodes reach it."""
+    raylet_port: int = 0
 
 
 @dataclass(frozen=True)

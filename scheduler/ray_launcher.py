@@ -26,8 +26,10 @@ from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpe
 from opentinker.scheduler.packages import INSTALL_LOG_NAME, PackageInstaller, requirements_of
 from opentinker.scheduler.placement import Allocation, Demand, Node, parse_groups, threads_for
 from opentinker.scheduler.plan import DriverOutcome
+from opentinker.scheduler.prestart import prestart_process
 from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD
 from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.warming import NextJob
 
 NAMESPACE = "opentinker"
 """Ray's name space of the scheduler and all that it starts."""
@@ -121,6 +123,16 @@ class RayLauncher:
         except RayTaskError as error:
             raise _other_side(error) from error
 
+    async def prestart(self, job: NextJob, keep_s: float) -> None:
+        node = next((node for node in await self.nodes() if node.id == job.node_id), None)
+        if node is not None:
+            address = f"{node.address}:{node.raylet_port}"
+            for runtime_env in (_worker_env(job.job_id, node, job.demand), _front_env(job.job_id)):
+                await asyncio.to_thread(prestart_process, address, runtime_env, keep_s)
+
+    async def forget(self, job_id: str, node_id: str) -> None:
+        await self._clear(node_id, [job_id], ())
+
     async def _known(self, server_id: str) -> _Parts:
         """What there is of a server, be it from an earlier life of the scheduler."""
         if server_id not in self._parts:
@@ -143,7 +155,6 @@ class RayLauncher:
                 lifetime="detached",
                 bundle_label_selector=[{"ray.io/node-id": node.id}],
             )
-        marker = {JOB_VARIABLE: spec.job_id}
         if parts.worker is None:
             parts.worker = (
                 ray.remote(worker_class)
@@ -155,8 +166,7 @@ class RayLauncher:
                     max_concurrency=WORKER_THREADS,
                     max_restarts=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(parts.group, placement_group_bundle_index=0),
-                    # Ray would give a process without a CPU demand one thread; these are the slot's share of the cores.
-                    runtime_env={"env_vars": {**marker, "OMP_NUM_THREADS": str(threads_for(node, demand))}},
+                    runtime_env=_worker_env(spec.job_id, node, demand),
                 )
                 .remote(spec.config, spec.lora, spec.checkpoint_root, spec.job_id, spec.log_path, **self._storage())
             )
@@ -168,7 +178,7 @@ class RayLauncher:
                     num_cpus=0,
                     max_restarts=0,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-                    runtime_env={"env_vars": marker},
+                    runtime_env=_front_env(spec.job_id),
                 )
                 .remote(parts.worker, {spec.policy_id: spec.token}, host, spec.job_id, spec.log_path)
             )
@@ -428,6 +438,15 @@ def _gpu_indexes(_: Any) -> list[int]:
     return [int(index) for index in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
 
+def _worker_env(job_id: str, node: Node, demand: Demand) -> dict[str, Any]:
+    # Ray would give a process without a CPU demand one thread; these are the slot's share of the cores.
+    return {"env_vars": {JOB_VARIABLE: job_id, "OMP_NUM_THREADS": str(threads_for(node, demand))}}
+
+
+def _front_env(job_id: str) -> dict[str, Any]:
+    return {"env_vars": {JOB_VARIABLE: job_id}}
+
+
 def _lasting(name: str) -> dict[str, Any]:
     """Actor options: found by its name, and not ended with the process that created it."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
@@ -472,6 +491,7 @@ def _node(entry: dict[str, Any]) -> Node:
         cpus=int(has.get("CPU", 1)),
         gpu_groups=parse_groups(entry.get("Labels", {}).get(GPU_GROUPS, "")),
         address=entry["NodeManagerAddress"],
+        raylet_port=int(entry["NodeManagerPort"]),
     )
 
 

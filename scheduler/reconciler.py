@@ -40,6 +40,7 @@ from opentinker.scheduler.records import RESTARTING, Event, Job, Policy, Server
 from opentinker.scheduler.settings import Quota, Settings
 from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
 from opentinker.scheduler.store import JobStore
+from opentinker.scheduler.warming import Warmth, next_jobs
 from opentinker.storage import FOLLOW_S, Mirror, Storage, open_storage
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Reconciler:
         self._steady = steady
         self._leases: dict[str, float] = {}
         self._looked_at = time.monotonic()
+        self._warmth = Warmth(launcher, steady)
         self._growth = Growth(lambda bundles: self._launcher.request_nodes(bundles))
         self.node_types = settings.node_types if settings.autoscale else ()
         """Of nodes that can be added."""
@@ -154,6 +156,9 @@ class Reconciler:
         if self._settings.autoscale:
             self._growth.want(wanted(snapshot, decisions))
             self._spawn("autoscale", self._growth.ask)
+        self._warmth.want(next_jobs(snapshot, decisions, self._settings.prestart_jobs))
+        if self._warmth.due:
+            self._spawn("warmth", self._warmth.work)
         self._looked_at = time.monotonic()
 
     def _give_up(self, decision: Decision, error: OpenTinkerError) -> None:
@@ -198,6 +203,7 @@ class Reconciler:
         self._record(ended, state.lower(), cause)
         self._queue.released(job, self._now())
         self._leases.pop(job.id, None)
+        self._warmth.left(job.id)
         self.metrics.jobs_ended.labels(state).inc()
         return ended
 
@@ -262,6 +268,7 @@ class Reconciler:
         started = replace(job, state=move_job(job.state, JobState.STARTING))
         self._store.save(server, started, policy, Event(job.id, self._now(), "starting", f"{demand} on node {where.node_id}"))
         self._queue.started(job.id, self._now())
+        self._warmth.left(job.id, where.node_id)
         self._announce(job.id, "starting", server=server.id, node=where.node_id)
         self.metrics.queue_wait.observe(max(0.0, self._now() - job.created_at))
 

@@ -110,6 +110,8 @@ class Settings(Config):
     """Ask Ray's autoscaler for nodes while jobs wait for some. Nothing comes of it in a cluster without an autoscaler."""
     node_types: tuple[NodeType, ...] = ()
     """With `autoscale`, what can be added: a job that fits such a node is accepted although there is none yet."""
+    prestart_jobs: Annotated[int, Field(ge=0)] = 4
+    """For how many of the jobs that wait, processes are started ahead. Each takes about a second of a core and 100 MB."""
     placement_timeout_s: Seconds = 30.0
     """How long Ray may take to grant what the scheduler counted as free."""
     start_timeout_s: Seconds = 1800.0

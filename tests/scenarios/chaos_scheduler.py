@@ -16,7 +16,19 @@ from opentinker.scheduler.store import SqlStore
 
 PLAN = "crash.json"
 """In the state folder: {"at": n, "after": whether the call still takes effect}. It is removed by the life that reads it."""
-CALLS = ("launch", "_create", "_granted", "_start", "drive", "stop_driver", "stop_server", "_kill", "_ask_to_stop", "_clear", "save")
+CALLS = (
+    "launch",
+    "_create",
+    "_granted",
+    "_start",
+    "drive",
+    "stop_driver",
+    "stop_server",
+    "_kill",
+    "_ask_to_stop",
+    "_clear",
+    "save",
+)
 
 
 class ChaosScheduler(SchedulerActor):

@@ -84,6 +84,7 @@ class FrontProcess:
         assert self.calls == ["attach"]
         assert policy in self.tokens
         self.calls.append("create")
+        self.born = time.monotonic()
 
     async def health(self) -> dict[str, Any]:
         await asyncio.sleep(0)

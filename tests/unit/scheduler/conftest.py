@@ -17,6 +17,7 @@ from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.service import SchedulerService
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.store import SqlStore
+from opentinker.scheduler.warming import NextJob
 
 LEASE_S = 30.0
 
@@ -48,6 +49,7 @@ class LocalLauncher:
         self.unkillable = ""
         self.idle_s: dict[str, float] = {}
         self.saved: list[str] = []
+        self.warm: dict[str, str] = {}
         self.may_save = asyncio.Event()
         self.may_save.set()
         self.save_error: OpenTinkerError | None = None
@@ -66,6 +68,12 @@ class LocalLauncher:
     async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
         self.asked_for_use.append(node_ids)
         return self.use
+
+    async def prestart(self, job: NextJob, keep_s: float) -> None:
+        self.warm[job.job_id] = job.node_id
+
+    async def forget(self, job_id: str, node_id: str) -> None:
+        assert self.warm.pop(job_id) == node_id
 
     async def launch(self, spec: ServerSpec) -> Launched:
         self.servers[spec.server_id] = spec

@@ -18,6 +18,7 @@ from opentinker.scheduler.records import Record
 from opentinker.scheduler.service import SchedulerService
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.store import SqlStore
+from opentinker.scheduler.warming import NextJob
 
 SLOTS = 2
 
@@ -75,6 +76,12 @@ class CrashingLauncher:
 
     async def nodes(self) -> list[Node]:
         return [Node("n1", "here", gpus=0, cpu_slots=SLOTS)]
+
+    async def prestart(self, job: NextJob, keep_s: float) -> None:
+        return  # tried in `test_warming.py`
+
+    async def forget(self, job_id: str, node_id: str) -> None:
+        return
 
     async def launch(self, spec: ServerSpec) -> Launched:
         for part in ("worker", "front"):

@@ -1,0 +1,119 @@
+"""Processes are started ahead for the jobs that come next, where they will likely run, and never for anybody else."""
+
+from typing import Any
+
+import pytest
+
+from opentinker.scheduler.placement import Allocation, Demand, Node
+from opentinker.scheduler.plan import JobView, ServerView, Snapshot, Wait
+from opentinker.scheduler.queueing import Policy
+from opentinker.scheduler.settings import Quota
+from opentinker.scheduler.states import JobState, ServerState
+from opentinker.scheduler.warming import KEEP_S, NextJob, Warmth, next_jobs
+
+GPU = Demand(gpus=1)
+NODES = [Node("a", "a", 2, 0), Node("b", "b", 2, 0)]
+
+
+def running(job_id: str, node: str, since: float, limit: float | None = None) -> tuple[JobView, ServerView]:
+    job = JobView(job_id, JobState.RUNNING, (GPU,), holds_since=since, time_limit_s=limit)
+    return job, ServerView(f"s-{job_id}", ServerState.READY, (Allocation(node, GPU),), (job_id,))
+
+
+def snapshot(holders: list[tuple[JobView, ServerView]], queued: list[JobView], **fields: Any) -> Snapshot:
+    return Snapshot(100.0, NODES, [job for job, _ in holders] + queued, [server for _, server in holders], **fields)
+
+
+def queue(*names: str, demand: Demand = GPU, owner: str = "") -> list[JobView]:
+    return [JobView(name, JobState.QUEUED, (demand,), owner=owner) for name in names]
+
+
+def test_the_first_in_line_gets_the_place_of_who_ends_first() -> None:
+    holders = [running("old", "a", 10.0), running("limited", "b", 50.0, limit=60.0), running("new", "b", 90.0)]
+    waits = [Wait(name, "") for name in ("q1", "q2", "q3", "q4")]
+    jobs = queue("q1", "q2", "q3", "q4")
+    found = next_jobs(snapshot(holders, jobs), waits, 9)
+    assert found == (NextJob("q1", "b", GPU), NextJob("q2", "a", GPU), NextJob("q3", "b", GPU))
+    assert next_jobs(snapshot(holders, jobs), waits, 1) == found[:1]
+    assert next_jobs(snapshot(holders, jobs), waits, 0) == ()
+
+
+def test_nobody_who_could_not_start_is_warmed() -> None:
+    holders = [running("r", "a", 10.0)]
+    over = queue("over", owner="ann")
+    big, slot, fits = queue("big", demand=Demand(gpus=4)), queue("slot", demand=Demand(cpu_slots=1)), queue("fits")
+    waits = [Wait(name, "") for name in ("over", "big", "slot", "fits")]
+    policy = Policy(quotas={"ann": Quota(jobs=0)})
+    assert next_jobs(snapshot(holders, over + big + slot + fits, policy=policy), waits, 9) == (NextJob("fits", "a", GPU),)
+
+
+def test_a_start_has_the_node_to_itself() -> None:
+    job, server = running("r", "a", 10.0)
+    starting = ServerView("s2", ServerState.STARTING, (Allocation("a", GPU),), ("r2",))
+    jobs = [(job, server), (JobView("r2", JobState.STARTING, (GPU,)), starting)]
+    assert next_jobs(snapshot(jobs, queue("q")), [Wait("q", "")], 9) == ()
+
+
+class Starter:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.error: Exception | None = None
+
+    async def prestart(self, job: NextJob, keep_s: float) -> None:
+        self.calls.append(f"+{job.job_id}@{job.node_id}")
+        if self.error is not None:
+            raise self.error
+
+    async def forget(self, job_id: str, node_id: str) -> None:
+        self.calls.append(f"-{job_id}@{node_id}")
+
+
+async def test_what_waits_for_nobody_is_ended_and_what_ran_out_is_started_anew() -> None:
+    starter, now = Starter(), [0.0]
+    warmth = Warmth(starter, lambda: now[0])
+    here, there = NextJob("j", "a", GPU), NextJob("j", "b", GPU)
+
+    async def look(*jobs: NextJob) -> list[str]:
+        warmth.want(jobs)
+        starter.calls.clear()
+        if warmth.due:
+            await warmth.work()
+        return starter.calls
+
+    assert await look(here) == ["+j@a"]
+    assert await look(here) == []
+    now[0] = KEEP_S
+    assert await look(here) == ["+j@a"]
+    assert await look(there) == ["+j@b"]
+    assert await look(there) == ["-j@a"]
+    warmth.left("j", "b")
+    assert await look() == [], "it starts where it is warm"
+    assert await look(here) == ["+j@a"]
+    warmth.left("j", "b")
+    assert await look() == ["-j@a"], "it starts elsewhere"
+    assert await look(here) == ["+j@a"]
+    warmth.left("j")
+    assert await look() == ["-j@a"], "it was cancelled"
+
+
+async def test_a_ray_that_cannot_do_it_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    starter = Starter()
+    starter.error = AttributeError("no such call")
+    warmth = Warmth(starter, lambda: 0.0)
+    warmth.want((NextJob("j", "a", GPU), NextJob("k", "a", GPU)))
+    await warmth.work()
+    assert starter.calls == ["+j@a"]
+    assert not warmth.due
+    assert "no_prestart" in caplog.text
+
+
+async def test_a_queued_job_is_warmed_and_cooled_by_the_scheduler(world: Any) -> None:
+    first = await world.reach(await world.interactive(), "RUNNING")
+    second, third = await world.interactive(), await world.interactive()
+    await world.until(lambda: world.launcher.warm == {second["id"]: "n1"})
+    await world.service.cancel("admin", second["id"])
+    await world.until(lambda: world.launcher.warm == {third["id"]: "n1"})
+    await world.service.complete("admin", first["id"])
+    await world.reach(third, "RUNNING")
+    await world.settle()
+    assert world.launcher.warm == {third["id"]: "n1"}, "they are its server's now"
