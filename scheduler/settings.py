@@ -89,7 +89,7 @@ class Settings(Config):
     """A folder that all nodes share, in place of `runs_dir`; or an fsspec URL (`s3://bucket/path`, `file:///path`), to which
     what jobs write below `runs_dir` is copied (docs/storage.md)."""
     lease_s: Seconds = 30.0
-    """An interactive job that sends no heartbeat for this long is cancelled."""
+    """A job with a lease whose client sends no heartbeat for this long is cancelled."""
     reconcile_s: Seconds = 0.5
     """Longest pause between two looks at the cluster."""
     probe_s: Seconds = 0.5
