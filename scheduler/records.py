@@ -25,7 +25,7 @@ class Job:
     """When it became RUNNING."""
     ended_at: float | None = None
     cause: str = ""
-    """Why it FAILED or was CANCELLED, in one line."""
+    """Why it ended, unless its work was done; in one line."""
     lease_expires_at: float | None = None
     """None: it has no lease, and goes on without a client."""
     idempotency_key: str | None = None
