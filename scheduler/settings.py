@@ -123,7 +123,7 @@ class Settings(Config):
     kill_after_s: Seconds = 1.0
     """How long processes that Ray was told to kill may take to vanish before they are killed by process id."""
     exit_timeout_s: Seconds = 10.0
-    """How long a process killed like that, and then its GPUs' memory, may take to be gone; until it is, nobody gets its place."""
+    """How long a process killed like that, and then its GPUs' memory, may take to go; until then its place stays taken."""
     gpu_free_bytes: Annotated[int, Field(ge=0)] | None = 2 * 2**30
     """A whole GPU is free again when NVML shows no more than this in use; None = as soon as the processes are gone."""
     last_checkpoint_s: Seconds = 300.0
