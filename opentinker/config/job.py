@@ -38,7 +38,7 @@ class EngineConfig(Config):
     cache_gib: Annotated[float, Field(gt=0.0)] = 0.5
     """Key/value cache on CPU, in GiB. On CUDA `memory_fraction` rules instead."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.45
-    """CUDA only: the engine's share of the GPU; the trainer lives in the rest. 0.9 by default in configs of kind `inference`."""
+    """CUDA only: the engine's share of the GPU; the trainer lives in the rest. 0.9 by default in a job of kind `inference`."""
     enforce_eager: bool = True
     """False compiles the model: about a minute at the start for faster decoding."""
     lora_serving: Literal["auto", "merge", "adapter"] = "auto"
