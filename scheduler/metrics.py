@@ -41,9 +41,7 @@ class SchedulerMetrics:
             registry=self._registry,
             buckets=_PASS_S,
         )
-        self.lease_expiries = Counter(
-            "opentinker_lease_expiries", "Interactive jobs whose client fell silent.", registry=self._registry
-        )
+        self.lease_expiries = Counter("opentinker_lease_expiries", "Jobs whose client fell silent.", registry=self._registry)
         self.server_failures = Counter(
             "opentinker_server_failures", "Servers that did not start, or died.", registry=self._registry
         )

@@ -25,9 +25,9 @@ class Job:
     """When it became RUNNING."""
     ended_at: float | None = None
     cause: str = ""
-    """Why it FAILED or was CANCELLED, in one line."""
+    """Why it ended, unless its work was done; in one line."""
     lease_expires_at: float | None = None
-    """Interactive jobs only: a job without a lease is driven by the cluster."""
+    """None: it has no lease, and goes on without a client."""
     idempotency_key: str | None = None
     code_sha256: str | None = None
     """Of the user's code, unpacked in run_dir/code."""
@@ -77,7 +77,7 @@ class Scope(StrEnum):
     READ = "read"
     """See its user's own jobs."""
     SUBMIT = "submit"
-    """Submit jobs, and renew, complete and cancel them."""
+    """Submit jobs, and renew, complete, stop and cancel them; manage its user's own secrets."""
     ADMIN = "admin"
     """All of that for everybody's jobs, and manage users and keys."""
 

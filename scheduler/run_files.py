@@ -16,7 +16,8 @@ MAX_BYTES = 2**20
 
 def log_path(run_dir: Path, source: LogSource | None, *, has_driver: bool, ended: bool, storage: Storage | None = None) -> Path:
     """A job's log. Without a `source` it is the driver's; or the server's where no driver on the cluster writes one: that of
-    an interactive job, or of one that ended before its driver began. It changes only while nothing was read yet."""
+    a job that the cluster does not drive, or of one that ended before its driver began. It changes only while nothing was read
+    yet."""
     driver = run_dir / LOG_NAME
     if not driver.exists() and (run_dir / INSTALL_LOG_NAME).exists():  # what it will begin with
         driver = run_dir / INSTALL_LOG_NAME

@@ -221,7 +221,7 @@ class SchedulerService:
         return [{"at": event.at, "kind": event.kind, "detail": event.detail} for event in self._store.events(job_id)]
 
     async def heartbeat(self, owner: str, job_id: str) -> dict[str, Any]:
-        """Renew an interactive job's lease; for an ended job it only tells its state."""
+        """Renew a job's lease; for an ended job it only tells its state."""
         job = self._owned(owner, job_id)
         if job.lease_expires_at is None:
             raise ConflictError(f"job {job_id} holds no lease: it runs on the cluster by itself")

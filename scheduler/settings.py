@@ -89,7 +89,7 @@ class Settings(Config):
     """A folder that all nodes share, in place of `runs_dir`; or an fsspec URL (`s3://bucket/path`, `file:///path`), to which
     what jobs write below `runs_dir` is copied (docs/storage.md)."""
     lease_s: Seconds = 30.0
-    """An interactive job that sends no heartbeat for this long is cancelled."""
+    """A job with a lease whose client sends no heartbeat for this long is cancelled."""
     reconcile_s: Seconds = 0.5
     """Longest pause between two looks at the cluster."""
     probe_s: Seconds = 0.5
@@ -125,7 +125,7 @@ class Settings(Config):
     kill_after_s: Seconds = 1.0
     """How long processes that Ray was told to kill may take to vanish before they are killed by process id."""
     exit_timeout_s: Seconds = 10.0
-    """How long a process killed like that may take; one that takes longer keeps its slot."""
+    """How long a process killed like that, and then its GPUs' memory, may take to go; until then its place stays taken."""
     gpu_free_bytes: Annotated[int, Field(ge=0)] | None = 2 * 2**30
     """A whole GPU is free again when NVML shows no more than this in use; None = as soon as the processes are gone."""
     last_checkpoint_s: Seconds = 300.0

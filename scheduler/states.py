@@ -21,7 +21,7 @@ class JobState(StrEnum):
 
 
 class ServerState(StrEnum):
-    """STOPPED means that its processes are gone: only then is what it held free again."""
+    """STOPPED means that its processes are gone and its GPUs' memory is back: only then is what it held free again."""
 
     STARTING = "STARTING"
     READY = "READY"

@@ -43,7 +43,7 @@ class JobView(_View):
     ended_at: float | None
     waiting_for: str
     lease_s: float | None
-    """Null for jobs that the cluster drives."""
+    """Null for jobs without a lease."""
     run_dir: str
     server: ServerView | None
 

@@ -149,7 +149,7 @@ class Client:
 
 
 class Job:
-    """An interactive job: a policy on a server that is this client's until the job ends.
+    """A job of this client's: a policy on a server that is its own until the job ends.
 
     A thread renews the lease; when the process dies, the lease expires and the cluster takes the server back.
     """

@@ -38,7 +38,7 @@ class EngineConfig(Config):
     cache_gib: Annotated[float, Field(gt=0.0)] = 0.5
     """Key/value cache on CPU, in GiB. On CUDA `memory_fraction` rules instead."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.45
-    """CUDA only: the engine's share of the GPU; the trainer lives in the rest."""
+    """CUDA only: the engine's share of the GPU; the trainer lives in the rest. 0.9 by default in a job of kind `inference`."""
     enforce_eager: bool = True
     """False compiles the model: about a minute at the start for faster decoding."""
     lora_serving: Literal["auto", "merge", "adapter"] = "auto"
@@ -139,8 +139,8 @@ class Scheduling(Config):
     """Longest time that a RUNNING job's server may have nothing to do; then the job ends: FAILED if the cluster drives it,
     CANCELLED if a client does, COMPLETED if nobody has to. None = no limit."""
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 0
-    """How often a job whose server or driver died goes back into the queue, to go on from its last checkpoint. Not for jobs
-    with a lease: their client gets a ServerLostError, and starts anew from a checkpoint."""
+    """How often a job whose server or driver died goes back into the queue, to go on from its last checkpoint; without one, it
+    starts anew. Not for jobs with a lease: their client gets a ServerLostError, and starts anew from a checkpoint."""
 
 
 class SamplingConfig(Config):
@@ -271,7 +271,7 @@ class JobConfig(Config):
     """An adapter to train; None trains the full parameters."""
     start_from: str = ""
     """A checkpoint whose weights the policy starts from, as `user/job/name@version`; `user/` and `@version` may be left out.
-    Its base model and adapter have to be this job's; the optimizer starts anew."""
+    Its base model has to be this job's, and its adapter, too, if the job trains; the optimizer starts anew."""
     engine: EngineConfig = EngineConfig()
     resources: Resources = Resources()
     scheduling: Scheduling = Scheduling()
