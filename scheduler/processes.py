@@ -7,6 +7,8 @@ import psutil
 
 JOB_VARIABLE = "OPENTINKER_JOB"
 POLL_S = 0.05
+IDLE = "ray::IDLE"
+"""What Ray calls a process without an actor or a task."""
 WITHHELD = ("OPENTINKER_API_KEY", "PGPASSWORD", "PGPASSFILE", "PGSERVICEFILE")
 """Secrets of whoever started the cluster, which are none of a job's business."""
 RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -52,11 +54,19 @@ def reap_with(variable: str, value: str, kill_after_s: float, timeout_s: float) 
         waited_s = time.monotonic() - started
         if waited_s > kill_after_s + timeout_s:
             break
-        if waited_s > kill_after_s:
-            for process in left:
+        for process in left:
+            # One that Ray started ahead and gave no work yet does not end by itself.
+            if waited_s > kill_after_s or _is_idle(process):
                 _kill(process)
         time.sleep(POLL_S)
     return [process.pid for process in left]
+
+
+def _is_idle(process: psutil.Process) -> bool:
+    try:
+        return process.name().startswith(IDLE)
+    except psutil.Error:
+        return False
 
 
 def _kill(process: psutil.Process) -> None:
