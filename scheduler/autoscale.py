@@ -11,6 +11,7 @@ from opentinker.scheduler.capacity import Capacity
 from opentinker.scheduler.placement import Demand, Request, addable
 from opentinker.scheduler.plan import Decision, Snapshot, Start, Wait
 from opentinker.scheduler.queueing import Held
+from opentinker.scheduler.states import JobState
 from opentinker.scheduler.waiting import over_quota
 
 MAX_BUNDLES = 1000
@@ -27,7 +28,10 @@ def wanted(snapshot: Snapshot, decisions: Iterable[Decision], most: int = MAX_BU
     ever hold, ask for nothing. With nobody left who waits for a node, nothing is asked for.
     """
     jobs = {job.id: job for job in snapshot.jobs}
-    bundles = [allocation.demand for server in snapshot.servers for allocation in server.held]
+    # What is left of a job that starts anew goes before the job gets another place.
+    leaving = {job.id for job in jobs.values() if job.state is JobState.QUEUED}
+    staying = [server for server in snapshot.servers if not leaving.issuperset(server.jobs)]
+    bundles = [allocation.demand for server in staying for allocation in server.held]
     taken = [jobs[job_id] for server in snapshot.servers for job_id in server.jobs if job_id in jobs]
     queue = []
     for decision in decisions:

@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from opentinker.errors import OpenTinkerError
+from opentinker.errors import ConfigError, OpenTinkerError
 from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group
 from opentinker.redaction import RedactedOutput, Redactor
@@ -51,8 +51,9 @@ class DriverProcess:
         config: dict[str, Any],
         arguments: dict[str, Any],
         secrets: dict[str, tuple[str, str]] | None = None,
+        refusal: str = "",
     ) -> dict[str, str]:
-        """Run the driver; blocks. `secrets` are those of `DriverSpec`.
+        """Run the driver; blocks. `secrets` and `refusal` are those of `DriverSpec`.
 
         A second call, which Ray lets begin after the first, only returns what that one did.
 
@@ -60,6 +61,8 @@ class DriverProcess:
             {"cause", "code"}: both empty when it succeeded. Errors do not travel as exceptions, because those of user code
             may not unpickle elsewhere; the traceback is in the log.
         """
+        if self._outcome is None and refusal:
+            self._outcome = {"cause": refusal, "code": ConfigError.code}
         if self._outcome is None:
             if secrets:
                 self._reveal(secrets)

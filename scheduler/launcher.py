@@ -4,10 +4,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from opentinker.errors import UnavailableError
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.placement import Allocation, Demand, Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.warming import NextJob
+
+
+class NotPlacedError(UnavailableError):
+    """A server got no place to start on: its node was gone, or Ray did not grant what was counted as free."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class DriverSpec:
     """An earlier driver of this job was lost: go on from the last checkpoint."""
     secrets: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)
     """{environment variable: (secret's name, its value)}. The driver alone gets them, with the call that starts it."""
+    refusal: str = ""
+    """Why no driver may be started for this job any more; one that runs goes on."""
 
 
 class Launcher(Protocol):
@@ -97,6 +104,7 @@ class Launcher(Protocol):
         fine; `stop_server` cleans up in any case.
 
         Raises:
+            NotPlacedError: there was no place for it.
             OpenTinkerError: it did not start; the message is fit for the job's cause.
         """
         ...

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from opentinker.scheduler.backfill import Holder
 from opentinker.scheduler.fairshare import cost_of, decayed_usage
@@ -30,6 +31,21 @@ class JobView:
     idle_end: JobState = JobState.FAILED
     """How it ends when its server was idle for that long."""
     restarts_left: int = 0
+    returns_left: int = 0
+    """How often it may still go back into the queue because its server could not even be placed."""
+    saves: bool = False
+    """It has weights to save before it is ended at a limit."""
+    stopping: str = ""
+    """Why it is to be ended with a checkpoint, if somebody asked for that."""
+
+
+class FaultKind(StrEnum):
+    LOST = "lost"
+    """It died, or was not heard of in time: another one may do better."""
+    REFUSED = "refused"
+    """It said why it cannot start, and would say so again."""
+    UNPLACED = "unplaced"
+    """There never was one: what it was to be placed on was gone."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,7 @@ class ServerView:
     """Jobs with a policy on it."""
     fault: str = ""
     """Why it did not start or why it died; empty while all is well."""
+    fault_kind: FaultKind = FaultKind.LOST
     idle_s: float = 0.0
     """How long it has had nothing to do."""
 
@@ -66,6 +83,8 @@ class Snapshot:
     outcomes: Mapping[str, DriverOutcome] = field(default_factory=dict)
     """By job, of drivers that ended."""
     lease_s: float = 30.0
+    last_checkpoint_s: float = 300.0
+    """Most of a time limit that is set aside for the last checkpoint."""
     policy: Policy = field(default_factory=Policy)
     usage: Mapping[str, float] = field(default_factory=dict)
     """Decayed usage by owner of jobs that have ended; that of the living is added here."""
@@ -106,6 +125,8 @@ class Restart:
 
     job_id: str
     cause: str
+    counted: bool = True
+    """Against the job's `max_restarts`; not if it never got to run."""
 
 
 @dataclass(frozen=True)
@@ -185,18 +206,42 @@ def _fate(job: JobView, server: ServerView | None, snapshot: Snapshot) -> Decisi
         return End(job.id, JobState.COMPLETED)
     # A server's death comes before a driver's failure: it is the cause, and the failure its echo.
     if server.fault:
-        return _lost(job, server.fault)
+        return _without_server(job, server)
     if outcome is not None:
         return _lost(job, outcome.cause) if outcome.lost else End(job.id, JobState.FAILED, outcome.cause)
+    return _at_limit(job, server, snapshot) or (
+        Run(job.id) if job.state is JobState.STARTING and server.state is ServerState.READY else None
+    )
+
+
+def _at_limit(job: JobView, server: ServerView, snapshot: Snapshot) -> End | None:
+    """The end of a job that was asked to stop, or reached a limit. The last tenth of a time limit is for the checkpoint, for
+    nothing is held beyond the limit."""
     running = job.state is JobState.RUNNING
-    if job.time_limit_s is not None and snapshot.now >= _ends_at(job):
+    if job.stopping:
+        return End(job.id, JobState.CANCELLED, job.stopping, save=running)
+    if job.time_limit_s is not None:
         cause = f"reached its time limit of {duration(job.time_limit_s)}"
-        return End(job.id, JobState.FAILED, cause, save=running)
+        if snapshot.now >= _ends_at(job):
+            return End(job.id, JobState.FAILED, cause)
+        aside_s = min(job.time_limit_s / 10, snapshot.last_checkpoint_s)
+        if running and job.saves and snapshot.now >= _ends_at(job) - aside_s:
+            return End(job.id, JobState.FAILED, cause, save=True)
     if running and job.idle_limit_s is not None and server.idle_s >= job.idle_limit_s:
         cause = f"its server was idle for {duration(job.idle_limit_s)}, its limit"
         return End(job.id, job.idle_end, cause, save=True)
-    return Run(job.id) if job.state is JobState.STARTING and server.state is ServerState.READY else None
+    return None
+
+
+def _without_server(job: JobView, server: ServerView) -> End | Restart:
+    if server.fault_kind is FaultKind.REFUSED:
+        return End(job.id, JobState.FAILED, server.fault)
+    if server.fault_kind is FaultKind.UNPLACED and job.returns_left > 0 and not job.stopping:
+        return Restart(job.id, server.fault, counted=False)
+    return _lost(job, server.fault)
 
 
 def _lost(job: JobView, cause: str) -> End | Restart:
+    if job.stopping:
+        return End(job.id, JobState.CANCELLED, f"{job.stopping}; no checkpoint could be written: {cause}")
     return Restart(job.id, cause) if job.restarts_left > 0 else End(job.id, JobState.FAILED, cause)

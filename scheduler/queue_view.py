@@ -12,13 +12,15 @@ from opentinker.scheduler.placement import Demand
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import Policy
 from opentinker.scheduler.quotas import policy_of
-from opentinker.scheduler.records import Job, LiveJob
+from opentinker.scheduler.records import RESTARTING, RETURNED, STOP_REQUESTED, Job, LiveJob
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.states import JobState
 from opentinker.scheduler.store import JobStore
 
 _FORGOTTEN_HALF_LIVES = 10
 """After these, a use counts less than a thousandth."""
+MAX_RETURNS = 5
+"""How often a job goes back into the queue because the place that it was given was gone; then it is no accident."""
 _FEW = 50
 """More unknown jobs than these are read in one query rather than one by one."""
 
@@ -57,6 +59,11 @@ class QueueView:
         if (view := self._views.get(job_id)) is not None:
             self._views[job_id] = replace(view, state=JobState.STARTING, holds_since=now)
 
+    def stopping(self, job_id: str, cause: str) -> None:
+        """Somebody asked for the job's end with a checkpoint, and the store knows it."""
+        if (view := self._views.get(job_id)) is not None:
+            self._views[job_id] = replace(view, stopping=cause)
+
     def released(self, job: Job, now: float) -> None:
         """The job, given as it was before, has ended, or goes back into the queue."""
         view = self._views.pop(job.id, None)
@@ -86,12 +93,19 @@ class QueueView:
             holds_since=None if row.state is JobState.QUEUED else self._store.holding_since(row.id),
             idle_limit_s=scheduling.idle_limit_s,
             idle_end=_idle_end(config.get("kind"), leased=row.lease_expires_at is not None),
-            restarts_left=scheduling.max_restarts and scheduling.max_restarts - self._store.restarts(row.id),
+            restarts_left=scheduling.max_restarts and scheduling.max_restarts - self._store.event_count(row.id, RESTARTING),
+            returns_left=MAX_RETURNS - self._store.event_count(row.id, RETURNED),
+            saves=_saves(config.get("kind")),
+            stopping=self._store.last_detail(row.id, STOP_REQUESTED),
         )
 
     def _configs(self, unknown: Sequence[str]) -> dict[str, dict[str, Any]]:
         jobs = self._store.live_jobs() if len(unknown) > _FEW else [self._store.job(job_id) for job_id in unknown]
         return {job.id: job.config for job in jobs if job is not None}
+
+
+def _saves(kind: Any) -> bool:
+    return kind in KINDS and KINDS[kind].trains
 
 
 def _idle_end(kind: Any, *, leased: bool) -> JobState:

@@ -4,6 +4,8 @@ that they can never wait for a core that the job itself holds."""
 import asyncio
 import functools
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,13 +18,13 @@ from ray.util.placement_group import PlacementGroup, get_placement_group, placem
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from opentinker.config.job import parse_job
-from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
+from opentinker.errors import ConfigError, DeadlineError, OpenTinkerError, ServerLostError
 from opentinker.scheduler.clearing import clear
 from opentinker.scheduler.driver import LOG_NAME, DriverProcess, begin_log, came_up
 from opentinker.scheduler.fronts import advertised, front_host
 from opentinker.scheduler.gpus import GpuUse, read_gpu_use
 from opentinker.scheduler.imports import load
-from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpec
+from opentinker.scheduler.launcher import DriverSpec, Launched, NotPlacedError, Probe, ServerSpec
 from opentinker.scheduler.packages import INSTALL_LOG_NAME, PackageInstaller, requirements_of
 from opentinker.scheduler.placement import Allocation, Demand, Node, parse_groups, threads_for
 from opentinker.scheduler.plan import DriverOutcome
@@ -75,6 +77,8 @@ class RayLauncher:
         self._settings = settings
         self._parts: dict[str, _Parts] = {}
         self._drivers: dict[str, _Driver] = {}
+        self._at_work: dict[str, float] = {}
+        """By server with a driver: since when that is up; infinity while it is not."""
 
     async def nodes(self) -> list[Node]:
         return [_node(entry) for entry in await asyncio.to_thread(ray.nodes) if entry["Alive"]]
@@ -104,7 +108,7 @@ class RayLauncher:
         nodes = await self.nodes()
         node = next((node for node in nodes if node.id == spec.node_id), None)
         if node is None:
-            raise UnavailableError("the node died before the server started")
+            raise NotPlacedError("the node died before the server started")
         parts = await self._known(spec.server_id)
         if parts.front is not None and parts.worker is None:  # the worker is always created first
             raise ServerLostError("the server's worker process died while the scheduler was down")
@@ -217,7 +221,7 @@ class RayLauncher:
     async def _granted(self, group: PlacementGroup, demand: Demand) -> None:
         patience_s = self._settings.placement_timeout_s
         if not await asyncio.to_thread(group.wait, patience_s):
-            raise UnavailableError(
+            raise NotPlacedError(
                 f"Ray did not grant {demand} within {patience_s:g} s",
                 hint="does something else use this node?",
             )
@@ -249,7 +253,11 @@ class RayLauncher:
                 logger.warning("event=gpus_unknown server=%s error=%s", server_id, type(error).__name__)
         if not answer["ok"]:
             return Probe(f"the server failed: {answer['cause']}")
-        return Probe(idle_s=float(answer.get("idle_s", 0.0)))
+        idle_s = float(answer.get("idle_s", 0.0))
+        if (since := self._at_work.get(server_id)) is not None:
+            # A server has nothing to do while its driver's packages are installed; that is nobody's idleness.
+            idle_s = max(0.0, min(idle_s, time.monotonic() - since))
+        return Probe(idle_s=idle_s)
 
     async def save(self, server_id: str, policy_id: str, name: str) -> None:
         patience_s = self._settings.last_checkpoint_s
@@ -286,14 +294,21 @@ class RayLauncher:
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
         name = f"{spec.server_id}.driver"
+        self._at_work.setdefault(spec.server_id, math.inf)
         actor = await asyncio.to_thread(_find_actor, name)
-        arrived = came_up(Path(spec.run_dir), spec.server_id)
+        try:
+            arrived = bool(await self._on_node(spec.node_id, came_up, Path(spec.run_dir), spec.server_id))
+        except (TimeoutError, RayError, NotPlacedError) as error:
+            return DriverOutcome(f"the driver's node does not answer: {type(error).__name__}", lost=True)
         if actor is None and arrived:
             return DriverOutcome(f"the driver process died while the scheduler was down; see {LOG_NAME}", lost=True)
+        if actor is None and spec.refusal:
+            return DriverOutcome(spec.refusal, ConfigError.code)
         if actor is None:
-            python, cause = await self._install(spec)
-            if cause:
-                return DriverOutcome(f"{cause}; see {LOG_NAME}")
+            installed = await self._install(spec)
+            if isinstance(installed, DriverOutcome):
+                return installed
+            python = installed
             actor = (
                 ray.remote(DriverProcess)
                 .options(
@@ -311,6 +326,7 @@ class RayLauncher:
             # A driver at work answers neither of these before it is done, and then at once.
             driver.pid = int((await actor.describe.remote())["pid"])
             driver.arrived = True
+            self._at_work[spec.server_id] = time.monotonic()
             arguments = {
                 "endpoint": spec.endpoint,
                 "token": spec.token,
@@ -320,20 +336,24 @@ class RayLauncher:
                 "resume": spec.resume,
             }
             # The driver runs once, however often it is asked.
-            call = functools.partial(actor.run.remote, self._settings.drivers[spec.kind], spec.config, arguments, spec.secrets)
+            function = self._settings.drivers[spec.kind]
+            call = functools.partial(actor.run.remote, function, spec.config, arguments, spec.secrets, spec.refusal)
             outcome = await _insist(call, self._settings.probe_s)
         except RayActorError as error:
             return DriverOutcome(f"{_death('the driver process', driver.pid, error)}; see {LOG_NAME}", lost=True)
         except RayTaskError as error:
             return DriverOutcome(f"the driver did not start: {_other_side(error)}")
+        except RayError as error:  # its node went before it came up
+            return DriverOutcome(f"the driver did not start: {type(error).__name__}", lost=True)
         return DriverOutcome(outcome["cause"], outcome["code"])
 
-    async def _install(self, spec: DriverSpec) -> tuple[str, str]:
-        """(interpreter with what the job requires, or "" for the cluster's own; why there is none), with the log in order."""
+    async def _install(self, spec: DriverSpec) -> str | DriverOutcome:
+        """The interpreter with what the job requires, or "" for the cluster's own; or how the job ends without, with the log in
+        order."""
         code_dir = None if spec.code_dir is None else Path(spec.code_dir)
         requirements = requirements_of(parse_job(spec.config), code_dir)
         if not requirements:
-            return "", ""
+            return ""
         name = f"{spec.server_id}.installer"
         actor = await asyncio.to_thread(_find_actor, name)
         arrived = actor is not None and (Path(spec.run_dir) / INSTALL_LOG_NAME).exists()
@@ -362,16 +382,20 @@ class RayLauncher:
                 )
         except TimeoutError:
             answer = {"python": "", "cause": f"the environment's requirements were not installed within {timeout_s:g} s"}
-        except RayActorError as error:
-            answer = {"python": "", "cause": _death("the installer's process", installer.pid, error)}
         except RayTaskError as error:
             answer = {"python": "", "cause": f"the environment's requirements were not installed: {_other_side(error)}"}
+        except RayActorError as error:
+            return DriverOutcome(_death("the installer's process", installer.pid, error), lost=True)
+        except RayError as error:
+            return DriverOutcome(f"the installer did not start: {type(error).__name__}", lost=True)
         ray.kill(actor)
         if answer["cause"]:
-            await asyncio.to_thread(begin_log, Path(spec.run_dir))
-        return answer["python"], answer["cause"]
+            await self._on_node(spec.node_id, begin_log, Path(spec.run_dir))
+            return DriverOutcome(f"{answer['cause']}; see {LOG_NAME}")
+        return answer["python"]
 
     async def stop_driver(self, server_id: str) -> None:
+        self._at_work.pop(server_id, None)
         driver = self._drivers.pop(server_id, None)
         if driver is not None:
             await self._kill(driver.actor, on_its_way=not driver.arrived)
@@ -390,7 +414,7 @@ class RayLauncher:
             await self._kill(actor, on_its_way=which not in parts.pids)
         if parts.group is not None:
             remove_placement_group(parts.group)
-        whole = () if where.demand.shares_gpu else parts.gpus or ()
+        whole = () if where.demand.shares_gpu else parts.gpus or where.gpus
         left = await self._clear(where.node_id, job_ids, whole)
         if not left:
             self._parts.pop(server_id, None)
@@ -416,16 +440,29 @@ class RayLauncher:
 
     async def _clear(self, node_id: str, job_ids: list[str], gpus: tuple[int, ...]) -> str:
         """On the node where the processes are; on this one if that node is no more."""
-        patience = (self._settings.kill_after_s, self._settings.exit_timeout_s)
-        here = ray.get_runtime_context().get_node_id()
-        alive = node_id in {node.id for node in await self.nodes()}
-        arguments = (job_ids, gpus if alive else (), *patience, self._settings.gpu_free_bytes)
-        if node_id == here or not alive:
-            return await asyncio.to_thread(clear, *arguments)
-        task = ray.remote(clear).options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
-        async with asyncio.timeout(len(job_ids) * sum(patience) + patience[1] + self._settings.placement_timeout_s):
-            left: str = await task.remote(*arguments)
-            return left
+        settings = self._settings
+        arguments = (job_ids, gpus, settings.kill_after_s, settings.exit_timeout_s, settings.gpu_free_bytes)
+        patience_s = len(job_ids) * (settings.kill_after_s + settings.exit_timeout_s) + settings.exit_timeout_s
+        try:
+            left: str = await self._on_node(node_id, clear, *arguments, patience_s=patience_s)
+        except NotPlacedError:  # nothing is left of its GPUs either
+            left = await asyncio.to_thread(clear, job_ids, (), *arguments[2:])
+        return left
+
+    async def _on_node(self, node_id: str, function: Callable[..., Any], *arguments: Any, patience_s: float = 0.0) -> Any:
+        """What a function gives in a process of that node, within `patience_s` and what Ray takes to start one.
+
+        Raises:
+            NotPlacedError: the node is no more.
+            TimeoutError, RayError: it did not answer.
+        """
+        if node_id == ray.get_runtime_context().get_node_id():
+            return await asyncio.to_thread(function, *arguments)
+        if node_id not in {node.id for node in await self.nodes()}:
+            raise NotPlacedError("the node is gone")
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        async with asyncio.timeout(patience_s + self._settings.placement_timeout_s):
+            return await ray.remote(function).options(num_cpus=0, scheduling_strategy=there).remote(*arguments)
 
 
 def _amounts(demand: Demand) -> dict[str, float]:

@@ -12,11 +12,11 @@ from typing import Any
 
 from opentinker.checkpoints import parse_ref
 from opentinker.config.job import KINDS, parse_job
-from opentinker.errors import ConfigError, OpenTinkerError
+from opentinker.errors import ConfigError, DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.scheduler.autoscale import Growth, wanted
 from opentinker.scheduler.checkpoint_views import start_folder
 from opentinker.scheduler.driver import SERVER_LOG_NAME
-from opentinker.scheduler.launcher import DriverSpec, Launcher, ServerSpec
+from opentinker.scheduler.launcher import DriverSpec, Launcher, NotPlacedError, ServerSpec
 from opentinker.scheduler.metrics import SchedulerMetrics
 from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.placement import Allocation, Demand, server_config
@@ -25,6 +25,7 @@ from opentinker.scheduler.plan import (
     Decision,
     DriverOutcome,
     End,
+    FaultKind,
     JobView,
     Restart,
     Run,
@@ -36,7 +37,7 @@ from opentinker.scheduler.plan import (
     plan,
 )
 from opentinker.scheduler.queue_view import QueueView
-from opentinker.scheduler.records import RESTARTING, Event, Job, Policy, Server
+from opentinker.scheduler.records import RESTARTING, RETURNED, STOP_REQUESTED, Event, Job, Policy, Server
 from opentinker.scheduler.settings import Quota, Settings
 from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
 from opentinker.scheduler.store import JobStore
@@ -90,7 +91,8 @@ class Reconciler:
         self.node_types = settings.node_types if settings.autoscale else ()
         """Of nodes that can be added."""
         self.metrics = SchedulerMetrics()
-        self._faults: dict[str, str] = {}
+        self._faults: dict[str, tuple[str, FaultKind]] = {}
+        self._held_since: dict[str, float] = {}
         self._outcomes: dict[str, DriverOutcome] = {}
         self._waits: dict[str, str] = {}
         self._idle: dict[str, float] = {}
@@ -124,17 +126,14 @@ class Reconciler:
         async with asyncio.timeout(LOOK_S):
             nodes = await self._launcher.nodes()
         self._forgive_outage()
-        jobs = [
-            replace(job, lease_expires_at=self._lease_expires_at(job)) if job.lease_expires_at is not None else job
-            for job in self._queue.jobs()
-        ]
+        jobs = [self._timed(job) for job in self._queue.jobs()]
         servers = [
             ServerView(
                 server.id,
                 server.state,
                 (Allocation(server.node_id, Demand(server.gpus, server.cpu_slots), self._launcher.gpus_of(server.id)),),
                 tuple(policy.job_id for policy in policies),
-                self._faults.get(server.id, ""),
+                *self._faults.get(server.id, ("", FaultKind.LOST)),
                 self._idle.get(server.id, 0.0),
             )
             for server, policies in self._store.open_servers()
@@ -142,7 +141,17 @@ class Reconciler:
         self._waits.clear()
         now = self._now()
         usage = self._queue.usage(now)
-        snapshot = Snapshot(now, nodes, jobs, servers, self._outcomes, self._settings.lease_s, self._queue.policy, usage)
+        snapshot = Snapshot(
+            now,
+            nodes,
+            jobs,
+            servers,
+            self._outcomes,
+            self._settings.lease_s,
+            self._settings.last_checkpoint_s,
+            self._queue.policy,
+            usage,
+        )
         decisions = plan(snapshot)
         for decision in decisions:
             try:
@@ -180,6 +189,15 @@ class Reconciler:
         store's `lease_expires_at` only says that there is one."""
         self._leases[job_id] = self._steady() + self._settings.lease_s
 
+    def _timed(self, job: JobView) -> JobView:
+        """The job with its times by the steady clock, told in Unix time as that is now, however it was set meanwhile."""
+        lease, since = job.lease_expires_at, job.holds_since
+        if since is not None:
+            now = self._steady()
+            started = self._held_since.setdefault(job.id, now - max(0.0, self._now() - since))
+            since = self._now() - (now - started)
+        return replace(job, lease_expires_at=None if lease is None else self._lease_expires_at(job), holds_since=since)
+
     def _lease_expires_at(self, job: JobView) -> float:
         """In Unix time as it is now, however it was set meanwhile."""
         now = self._steady()
@@ -203,6 +221,7 @@ class Reconciler:
         self._record(ended, state.lower(), cause)
         self._queue.released(job, self._now())
         self._leases.pop(job.id, None)
+        self._held_since.pop(job.id, None)
         self._warmth.left(job.id)
         self.metrics.jobs_ended.labels(state).inc()
         return ended
@@ -243,13 +262,13 @@ class Reconciler:
                 self._run(self._job(job_id))
             case End(job_id, state, cause, save):
                 if save:
-                    self.save_and_end(self._job(job_id), state, cause)
+                    self._save_first(self._job(job_id), state, cause)
                 else:
                     self.end(self._job(job_id), state, cause)
                 if cause.startswith(LEASE_EXPIRED):
                     self.metrics.lease_expiries.inc()
-            case Restart(job_id, cause):
-                self._restart(self._job(job_id), cause)
+            case Restart(job_id, cause, counted):
+                self._restart(self._job(job_id), cause, RESTARTING if counted else RETURNED)
             case Stop(server_id):
                 self._spawn(f"stop:{server_id}", partial(self._stop, server_id))
 
@@ -266,20 +285,35 @@ class Reconciler:
         )
         policy = Policy(f"pol-{secrets.token_hex(8)}", job.id, server.id)
         started = replace(job, state=move_job(job.state, JobState.STARTING))
+        first = self._store.holding_since(job.id) is None
         self._store.save(server, started, policy, Event(job.id, self._now(), "starting", f"{demand} on node {where.node_id}"))
         self._queue.started(job.id, self._now())
         self._warmth.left(job.id, where.node_id)
         self._announce(job.id, "starting", server=server.id, node=where.node_id)
-        self.metrics.queue_wait.observe(max(0.0, self._now() - job.created_at))
+        if first:
+            self.metrics.queue_wait.observe(max(0.0, self._now() - job.created_at))
 
-    def _restart(self, job: Job, cause: str) -> None:
+    def _restart(self, job: Job, cause: str, kind: str) -> None:
         queued = replace(job, state=move_job(job.state, JobState.QUEUED), started_at=None)
-        self._record(queued, RESTARTING, cause)
+        self._record(queued, kind, cause)
         self._queue.released(job, self._now())
+        self._held_since.pop(job.id, None)
 
-    def save_and_end(self, job: Job, state: JobState, cause: str) -> None:
-        """Write a checkpoint of a RUNNING job as `stopped`, if it has something to save, and end it; with an end already on its
-        way, nothing."""
+    def stop(self, job: Job, cause: str) -> None:
+        """End a job after a checkpoint, if it is RUNNING; the loop sees to it, in this life or the next.
+
+        Raises:
+            ConflictError: the job has ended.
+        """
+        if job.state is not JobState.RUNNING:
+            self.end(job, JobState.CANCELLED, cause)
+            return
+        self._store.save(Event(job.id, self._now(), STOP_REQUESTED, storable(cause)))
+        self._queue.stopping(job.id, cause)
+        self.wake()
+
+    def _save_first(self, job: Job, state: JobState, cause: str) -> None:
+        """End a job after a checkpoint of its policy as `stopped`, if it has something to save."""
         if KINDS[job.kind].trains and job.state is JobState.RUNNING:
             self._spawn(f"save:{job.id}", partial(self._save_and_end, job, state, cause))
         else:
@@ -348,7 +382,7 @@ class Reconciler:
         try:
             launched = await self._launcher.launch(self._server_spec(server, policy, job))
         except OpenTinkerError as error:
-            self._fault(server.id, str(error))
+            self._fault(server.id, str(error), _kind_of(error))
             return
         except Exception as error:
             logger.exception("event=launch_failed job=%s server=%s", job.id, server.id)
@@ -364,6 +398,7 @@ class Reconciler:
                 endpoint=launched.endpoint,
                 worker_pid=launched.worker_pid,
                 front_pid=launched.front_pid,
+                gpu_indexes=self._launcher.gpus_of(server.id),
             )
         )
         self.wake()
@@ -398,17 +433,19 @@ class Reconciler:
             token=self._token_of(policy.id),
             run_dir=job.run_dir,
             code_dir=str(Path(job.run_dir) / "code") if job.code_sha256 else None,
-            resume=self._store.restarts(job.id) > 0,
+            resume=self._store.event_count(job.id, RESTARTING) > 0,
         )
         try:
-            outcome = await self._launcher.drive(replace(spec, secrets=self._secrets_of(job)))
-        except ConfigError as error:  # a secret that is gone meanwhile
-            outcome = DriverOutcome(str(error), error.code)
+            spec = replace(spec, secrets=self._secrets_of(job))
+        except ConfigError as error:
+            spec = replace(spec, refusal=str(error))  # a secret is gone; a driver that runs has its value already
+        try:
+            outcome = await self._launcher.drive(spec)
         except Exception as error:
             logger.exception("event=drive_failed job=%s", job.id)
             outcome = DriverOutcome(f"the driver did not start: {type(error).__name__}: {' '.join(str(error).split())}")
         if (outcome.lost or outcome.code in _ECHOES) and (probe := await self._launcher.probe(server.id)).fault:
-            self._faults[server.id] = probe.fault
+            self._faults[server.id] = (probe.fault, FaultKind.LOST)
         self._outcomes[job.id] = outcome
         self.wake()
 
@@ -423,7 +460,7 @@ class Reconciler:
         await self._cancel([f"server:{server_id}", *(f"{task}:{job_id}" for job_id in job_ids for task in ("driver", "save"))])
         await self._launcher.stop_driver(server_id)
         graceful = server.state is ServerState.READY and server_id not in self._faults
-        where = Allocation(server.node_id, Demand(server.gpus, server.cpu_slots))
+        where = Allocation(server.node_id, Demand(server.gpus, server.cpu_slots), server.gpu_indexes)
         left = await self._launcher.stop_server(server_id, job_ids, where, graceful=graceful)
         if left:
             if left != self._left.get(server_id):
@@ -454,8 +491,8 @@ class Reconciler:
             await asyncio.sleep(FOLLOW_S)
         logger.error("event=not_copied run_dir=%s", run_dir)
 
-    def _fault(self, server_id: str, cause: str) -> None:
-        self._faults[server_id] = cause
+    def _fault(self, server_id: str, cause: str, kind: FaultKind = FaultKind.LOST) -> None:
+        self._faults[server_id] = (cause, kind)
         self.metrics.server_failures.inc()
         self.wake()
 
@@ -492,6 +529,13 @@ class Reconciler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _kind_of(error: OpenTinkerError) -> FaultKind:
+    """What an error of a launch means for the job."""
+    if isinstance(error, NotPlacedError):
+        return FaultKind.UNPLACED
+    return FaultKind.LOST if isinstance(error, ServerLostError | DeadlineError | UnavailableError) else FaultKind.REFUSED
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -46,6 +46,8 @@ class Server:
     endpoint: str = ""
     worker_pid: int | None = None
     front_pid: int | None = None
+    gpu_indexes: tuple[int, ...] = ()
+    """Of the GPUs that it was given; empty before it is READY."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,11 @@ class Policy:
 
 
 RESTARTING = "restarting"
-"""The kind of the event of a job that goes back into the queue; they are counted."""
+"""The kind of the event of a job that goes back into the queue after it was lost; they are counted."""
+RETURNED = "returned"
+"""The same of a job whose server could not even be placed."""
+STOP_REQUESTED = "stop_requested"
+"""The kind of the event that asks for an end with a checkpoint; its detail becomes the cause."""
 
 
 @dataclass(frozen=True)

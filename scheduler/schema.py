@@ -48,6 +48,19 @@ class Amount(TypeDecorator[float]):
         return int(value) if value is not None and float(value).is_integer() else value
 
 
+class Indexes(TypeDecorator[tuple[int, ...]]):
+    """Small numbers, as text."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Iterable[int] | None, dialect: Dialect) -> str | None:
+        return None if value is None else " ".join(map(str, value))
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[int, ...]:
+        return tuple(map(int, (value or "").split()))
+
+
 def _row() -> Column[int]:
     """Keeps the order of insertion: of submissions among jobs, of happenings among events. SQLite counts in INTEGER only."""
     return Column("row", BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
@@ -88,6 +101,7 @@ servers = Table(
     Column("endpoint", Text, nullable=False),
     Column("worker_pid", Integer),
     Column("front_pid", Integer),
+    Column("gpu_indexes", Indexes, nullable=False, server_default=""),
 )
 policies = Table(
     "policies",

@@ -252,7 +252,7 @@ class SchedulerService:
         job = self._owned(owner, job_id)
         if job.state.ended:
             return await self._end(owner, job, job.state)
-        self._reconciler.save_and_end(job, JobState.CANCELLED, self._by(job, by, "stopped"))
+        self._reconciler.stop(job, self._by(job, by, "stopped"))
         return await self._settled(owner, job_id)
 
     def _by(self, job: Job, by: Caller | None, what: str) -> str:

@@ -12,7 +12,6 @@ from sqlalchemy.dialects import postgresql, sqlite
 from opentinker.scheduler.database import WriterLock, connect, migrate, translated, writing
 from opentinker.scheduler.listing import FIRST_PAGE, LIVE, JobQuery
 from opentinker.scheduler.records import (
-    RESTARTING,
     ApiKey,
     AuditEvent,
     Event,
@@ -78,8 +77,12 @@ class JobStore(Protocol):
         """When a job was given resources, the last time; None while it was not."""
         ...
 
-    def restarts(self, job_id: str) -> int:
-        """How often a job went back into the queue."""
+    def event_count(self, job_id: str, kind: str) -> int:
+        """How many events of this kind a job has."""
+        ...
+
+    def last_detail(self, job_id: str, kind: str) -> str:
+        """The detail of a job's last event of this kind; empty if it has none."""
         ...
 
     def past_use(self, since: float) -> list[PastUse]:
@@ -218,10 +221,15 @@ class SqlStore:
             at: float | None = connection.execute(query).scalar()
             return at
 
-    def restarts(self, job_id: str) -> int:
-        query = select(func.count()).where(_events.c.job_id == job_id, _events.c.kind == RESTARTING)
+    def event_count(self, job_id: str, kind: str) -> int:
+        query = select(func.count()).where(_events.c.job_id == job_id, _events.c.kind == kind)
         with translated(), self._engine.connect() as connection:
             return int(connection.execute(query).scalar_one())
+
+    def last_detail(self, job_id: str, kind: str) -> str:
+        query = select(_events.c.detail).where(_events.c.job_id == job_id, _events.c.kind == kind)
+        with translated(), self._engine.connect() as connection:
+            return str(connection.execute(query.order_by(_events.c.row.desc()).limit(1)).scalar() or "")
 
     def past_use(self, since: float) -> list[PastUse]:
         held = select(_events.c.job_id, func.min(_events.c.at).label("begin")).where(_events.c.kind == "starting")

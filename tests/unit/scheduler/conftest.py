@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from opentinker.errors import EngineError, OpenTinkerError, UnknownModelError
+from opentinker.errors import ConfigError, EngineError, OpenTinkerError, UnknownModelError
 from opentinker.scheduler.auth import new_server_secret
 from opentinker.scheduler.gpus import GpuUse
-from opentinker.scheduler.launcher import DriverSpec, Launched, Probe, ServerSpec
+from opentinker.scheduler.launcher import DriverSpec, Launched, NotPlacedError, Probe, ServerSpec
 from opentinker.scheduler.placement import Allocation, Demand, Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.service import SchedulerService
@@ -47,6 +47,7 @@ class LocalLauncher:
         self.faults: dict[str, str] = {}
         self.ends: dict[str, asyncio.Future[DriverOutcome]] = {}
         self.unkillable = ""
+        self.unplaced = 0
         self.idle_s: dict[str, float] = {}
         self.saved: list[str] = []
         self.warm: dict[str, str] = {}
@@ -80,6 +81,9 @@ class LocalLauncher:
         await self.may_start.wait()
         if spec.config["base_model"] == "broken":
             raise EngineError("the model does not fit")
+        if self.unplaced:
+            self.unplaced -= 1
+            raise NotPlacedError("the node died before the server started")
         return Launched(self.endpoint, os.getpid(), os.getpid())
 
     def gpus_of(self, server_id: str) -> tuple[int, ...]:
@@ -100,6 +104,8 @@ class LocalLauncher:
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
         """`drivers` and `ends` are by job: of the driver that runs now."""
+        if spec.refusal and spec.job_id not in self.drivers:
+            return DriverOutcome(spec.refusal, ConfigError.code)
         self.drivers[spec.job_id] = spec
         end = self.ends.setdefault(spec.job_id, asyncio.get_running_loop().create_future())
         return await asyncio.shield(end)

@@ -110,6 +110,8 @@ class CrashingLauncher:
 
         await self._call(begin)
         await self._call()
+        if spec.config["name"] == "endless":
+            await asyncio.Event().wait()
         return DriverOutcome("the driver process died", lost=True) if mortal else DriverOutcome()
 
     async def stop_driver(self, server_id: str) -> None:
@@ -197,11 +199,11 @@ class Site:
 
 
 async def story(folder: Path, fuse: Fuse) -> Site:
-    """Two jobs that the cluster drives, of which one loses its driver once, one that is completed by its owner and one that is
-    cancelled early, on two slots."""
+    """Three jobs that the cluster drives, of which one loses its driver once and one is stopped with a checkpoint, one that is
+    completed by its owner and one that is cancelled early, on two slots."""
     site = Site(folder, fuse)
     site.boot()
-    kinds = (("rl", "mortal"), ("interactive", ""), ("rl", ""), ("interactive", ""))
+    kinds = (("rl", "mortal"), ("interactive", ""), ("rl", ""), ("interactive", ""), ("rl", "endless"))
     jobs = [await site.submit(kind, f"key-{i}", name) for i, (kind, name) in enumerate(kinds)]
     await site.ask(lambda: site.service.cancel("ann", jobs[3]["id"]))
     await site.reach(jobs[1], "RUNNING")
@@ -211,14 +213,17 @@ async def story(folder: Path, fuse: Fuse) -> Site:
         return job if job["state"] == "COMPLETED" else await site.service.complete("ann", job["id"])
 
     await site.ask(complete)
-    for job, end in zip(jobs, ("COMPLETED", "COMPLETED", "COMPLETED", "CANCELLED"), strict=True):
+    await site.reach(jobs[4], "RUNNING")
+    await site.ask(lambda: site.service.stop("ann", jobs[4]["id"]))
+    for job, end in zip(jobs, ("COMPLETED", "COMPLETED", "COMPLETED", "CANCELLED", "CANCELLED"), strict=True):
         ended = await site.reach(job, "COMPLETED", "FAILED", "CANCELLED")
         assert ended["state"] == end, ended["cause"]
     await site.idle()
     stored = (await site.service.jobs("ann"))["jobs"]
     assert sorted(job["id"] for job in stored) == sorted(job["id"] for job in jobs)
     assert site.cluster.processes == {}
-    assert site.cluster.runs == {jobs[0]["id"]: 2, jobs[2]["id"]: 1}
+    assert site.cluster.saved, "the stopped job's weights"
+    assert site.cluster.runs - Counter({jobs[4]["id"]: 1}) == {jobs[0]["id"]: 2, jobs[2]["id"]: 1}
     assert max(site.cluster.launched.values()) == 1
     await site.stop()
     return site

@@ -11,6 +11,7 @@ from opentinker.scheduler.api import create_app
 from opentinker.scheduler.clearing import wait_for_memory
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.limits import PER_ADDRESS_BURST
+from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -189,6 +190,78 @@ async def test_the_token_of_an_earlier_server_says_that_there_is_a_new_one_and_i
         assert world.service.users._limiter.wait_s("198.51.100.9", "any", world.clock()) == 0.0
         for token, where in ((f"{old}x", path), (old, path.replace(job["id"], other["id"]))):
             assert await ask(token, where) == (401, AuthenticationError.code)
+
+
+async def test_a_stop_survives_the_scheduler(world: Any) -> None:
+    job = await world.reach(await world.rl(max_restarts=3), "RUNNING")
+    world.launcher.may_save.clear()
+    stopping = asyncio.create_task(world.service.stop("admin", job["id"]))
+    await world.until(lambda: "stopping" in kinds_of(world, job))
+    stopping.cancel()
+    await world.crash()
+    world.boot()
+    world.launcher.may_save.set()
+    job = await world.reach(await world.service.job("admin", job["id"]), "CANCELLED")
+    assert job["cause"] == "stopped by its owner; its weights are in checkpoint 'stopped'"
+
+
+async def test_a_stopped_job_does_not_start_again_when_its_driver_dies_during_the_checkpoint(world: Any) -> None:
+    job = await world.reach(await world.rl(max_restarts=3), "RUNNING")
+    await world.until(lambda: job["id"] in world.launcher.drivers)
+    world.launcher.may_save.clear()
+    stopping = asyncio.create_task(world.service.stop("admin", job["id"]))
+    await world.until(lambda: "stopping" in kinds_of(world, job))
+    world.launcher.ends[job["id"]].set_result(DIED)
+    job = await stopping
+    assert (job["state"], job["cause"]) == (
+        "CANCELLED",
+        "stopped by its owner; no checkpoint could be written: the driver process died",
+    )
+
+
+async def test_a_job_whose_place_is_gone_gets_another_without_counting_it(world: Any) -> None:
+    world.launcher.unplaced = 2
+    job = await world.reach(await world.interactive(), "RUNNING")
+    assert kinds_of(world, job).count("returned") == 2
+    world.launcher.unplaced = 99
+    other = await world.service.complete("admin", job["id"])
+    other = await world.reach(await world.interactive(), "FAILED")
+    assert other["cause"] == "the node died before the server started"
+    assert kinds_of(world, other).count("returned") == 5
+
+
+async def test_a_server_that_says_why_it_cannot_start_is_not_started_again(world: Any) -> None:
+    config = {"kind": "inference", "base_model": "broken", "scheduling": {"max_restarts": 100}}
+    job = await world.reach(await world.service.submit("admin", config), "FAILED")
+    assert job["cause"] == "the model does not fit"
+    assert "restarting" not in kinds_of(world, job)
+
+
+async def test_when_rays_head_is_lost_jobs_with_restarts_left_start_anew_and_others_fail(world: Any) -> None:
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=2)]
+    mortal, lasting = await world.rl(), await world.rl(max_restarts=1)
+    for job in (mortal, lasting):
+        await world.reach(job, "RUNNING")
+    await world.until(lambda: len(world.launcher.drivers) == 2)
+    await world.crash()
+    world.launcher.servers.clear()
+    world.launcher.drivers.clear()
+    world.launcher.ends.clear()
+    world.launcher.cluster = [Node("n2", "another", gpus=0, cpu_slots=2)]
+    world.boot()
+    assert (await world.reach(await world.service.job("admin", mortal["id"]), "FAILED"))["cause"] == "its server is gone"
+    await world.until(lambda: lasting["id"] in world.launcher.drivers and world.launcher.drivers[lasting["id"]].resume)
+    assert world.launcher.drivers[lasting["id"]].node_id == "n2"
+
+
+@pytest.mark.parametrize("jump_s", [86400.0, -86400.0])
+async def test_a_clock_that_is_set_changes_no_time_limit(world: Any, jump_s: float) -> None:
+    job = await world.reach(await world.interactive(scheduling={"time_limit_s": 20.0}), "RUNNING")
+    world.jump_s = jump_s
+    await world.settle()
+    assert (await world.service.job("admin", job["id"]))["state"] == "RUNNING"
+    world.clock.now += 18.0
+    await world.reach(job, "FAILED")
 
 
 async def test_only_jobs_that_the_cluster_does_not_drive_can_be_completed(world: Any) -> None:

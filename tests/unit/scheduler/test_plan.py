@@ -8,6 +8,7 @@ from opentinker.scheduler.placement import Allocation, Demand, Node
 from opentinker.scheduler.plan import (
     DriverOutcome,
     End,
+    FaultKind,
     JobView,
     Restart,
     Run,
@@ -77,12 +78,46 @@ def test_a_job_that_reached_its_time_limit_fails_and_says_so() -> None:
             type(d) for d in plan(Snapshot(3699.9, NODES, [limited], [replace(SERVER, state=ServerState.STARTING)]))
         ]
         assert plan(Snapshot(3700.0, NODES, [limited], [SERVER])) == [
-            End("j", JobState.FAILED, "reached its time limit of 1 h", save=state is JobState.RUNNING)
+            End("j", JobState.FAILED, "reached its time limit of 1 h")
         ]
     finished = Snapshot(3700.0, NODES, [replace(limited)], [SERVER], {"j": DriverOutcome()})
     assert plan(finished) == [End("j", JobState.COMPLETED)]
     dead = Snapshot(3700.0, NODES, [limited], [replace(SERVER, fault="the worker died")])
     assert plan(dead) == [End("j", JobState.FAILED, "the worker died")]
+
+
+def test_the_last_tenth_of_a_time_limit_is_for_the_checkpoint() -> None:
+    limited = replace(job(JobState.RUNNING), time_limit_s=1000.0, holds_since=0.0, saves=True)
+    saved = End("j", JobState.FAILED, "reached its time limit of 17 min", save=True)
+    assert plan(Snapshot(899.9, NODES, [limited], [SERVER])) == []
+    assert plan(Snapshot(900.0, NODES, [limited], [SERVER])) == [saved]
+    assert plan(Snapshot(900.0, NODES, [replace(limited, saves=False)], [SERVER])) == []
+    assert plan(Snapshot(950.0, NODES, [limited], [SERVER], last_checkpoint_s=40.0)) == []
+    assert plan(Snapshot(960.0, NODES, [limited], [SERVER], last_checkpoint_s=40.0)) == [saved]
+    assert plan(Snapshot(1000.0, NODES, [limited], [SERVER])) == [replace(saved, save=False)]
+
+
+def test_a_job_that_was_asked_to_stop_stops_whatever_happens() -> None:
+    asked = replace(job(JobState.RUNNING), stopping="stopped by its owner", restarts_left=9, returns_left=9)
+    assert plan(Snapshot(0.0, NODES, [asked], [SERVER])) == [End("j", JobState.CANCELLED, "stopped by its owner", save=True)]
+    assert plan(Snapshot(0.0, NODES, [asked], [SERVER], {"j": DriverOutcome()})) == [End("j", JobState.COMPLETED)]
+    lost = End("j", JobState.CANCELLED, "stopped by its owner; no checkpoint could be written: the worker died")
+    assert plan(Snapshot(0.0, NODES, [asked], [replace(SERVER, fault="the worker died")])) == [lost]
+    assert plan(Snapshot(0.0, NODES, [asked], [SERVER], {"j": DriverOutcome("the worker died", lost=True)})) == [lost]
+
+
+def test_what_would_fail_again_is_not_tried_again_and_what_had_no_place_is_not_counted() -> None:
+    starting = replace(job(JobState.STARTING), restarts_left=1, returns_left=1)
+    server = replace(SERVER, state=ServerState.STARTING, fault="why")
+    for kind, decision in (
+        (FaultKind.REFUSED, End("j", JobState.FAILED, "why")),
+        (FaultKind.UNPLACED, Restart("j", "why", counted=False)),
+        (FaultKind.LOST, Restart("j", "why")),
+    ):
+        assert plan(Snapshot(0.0, NODES, [starting], [replace(server, fault_kind=kind)])) == [decision]
+    often = replace(starting, returns_left=0, restarts_left=0)
+    unplaced = replace(server, fault_kind=FaultKind.UNPLACED)
+    assert plan(Snapshot(0.0, NODES, [often], [unplaced])) == [End("j", JobState.FAILED, "why")]
 
 
 def test_an_idle_server_ends_its_job_in_the_jobs_own_way() -> None:

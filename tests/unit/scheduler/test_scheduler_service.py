@@ -323,10 +323,10 @@ async def test_no_key_and_no_token_is_on_disk(world: Any) -> None:
 async def test_a_job_that_reached_its_time_limit_fails_and_its_slot_comes_back(world: Any) -> None:
     job = await world.interactive(scheduling={"time_limit_s": 20.0})
     job = await world.reach(job, "RUNNING")
-    world.clock.now += 19.0
+    world.clock.now += 17.0
     await asyncio.sleep(0.03)
     assert (await world.service.heartbeat("admin", job["id"]))["state"] == "RUNNING"
-    world.clock.now += 1.0
+    world.clock.now += 1.0  # the last tenth is for the checkpoint
     job = await world.reach(job, "FAILED")
     assert job["cause"] == "reached its time limit of 20 s; its weights are in checkpoint 'stopped'"
     assert world.launcher.saved == [f"{job['id']}/stopped"]
