@@ -45,3 +45,10 @@ def _read(nvml: Any, index: int) -> GpuUse:
         memory_used_bytes=int(memory.used),
         memory_bytes=int(memory.total),
     )
+
+
+def own_gpu_indexes(_: Any = None) -> list[int]:
+    """Indexes of the GPUs that Ray gave to the process of an actor; called in there, where little else should be imported."""
+    import ray
+
+    return [int(index) for index in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]

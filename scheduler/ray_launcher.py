@@ -22,7 +22,7 @@ from opentinker.errors import ConfigError, DeadlineError, OpenTinkerError, Serve
 from opentinker.scheduler.clearing import clear
 from opentinker.scheduler.driver import LOG_NAME, DriverProcess, begin_log, came_up
 from opentinker.scheduler.fronts import advertised, front_host
-from opentinker.scheduler.gpus import GpuUse, read_gpu_use
+from opentinker.scheduler.gpus import GpuUse, own_gpu_indexes, read_gpu_use
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import DriverSpec, Launched, NotPlacedError, Probe, ServerSpec
 from opentinker.scheduler.packages import INSTALL_LOG_NAME, PackageInstaller, requirements_of
@@ -232,7 +232,7 @@ class RayLauncher:
 
     async def _learn_gpus(self, parts: _Parts) -> None:
         async with asyncio.timeout(self._settings.unresponsive_s):
-            parts.gpus = tuple(await parts.worker.__ray_call__.remote(_gpu_indexes))
+            parts.gpus = tuple(await parts.worker.__ray_call__.remote(own_gpu_indexes))
 
     async def probe(self, server_id: str) -> Probe:
         parts = await self._known(server_id)
@@ -468,11 +468,6 @@ class RayLauncher:
 def _amounts(demand: Demand) -> dict[str, float]:
     """A demand in Ray's words."""
     return {"GPU": demand.gpus} if demand.gpus else {CPU_SLOT: demand.cpu_slots}
-
-
-def _gpu_indexes(_: Any) -> list[int]:
-    """Runs in the worker's process."""
-    return [int(index) for index in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
 
 def _worker_env(job_id: str, node: Node, demand: Demand) -> dict[str, Any]:

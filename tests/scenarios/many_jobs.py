@@ -20,8 +20,9 @@ from typing import Any
 
 import httpx
 import psutil
+import ray
 
-from opentinker.process_group import own_process_group
+from opentinker.scheduler.cluster import EmbeddedCluster
 
 FOLDER = Path(__file__).parent
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
@@ -46,8 +47,6 @@ class Footprint:
 
 
 def footprint() -> Footprint:
-    import ray  # not in the stand-ins, which import this file
-
     family = psutil.Process().children(recursive=True)
     # Ray keeps some processes without work, and starts and ends those as it likes.
     working = [p for p in family if not p.name().startswith("ray::IDLE")]
@@ -75,49 +74,6 @@ class Site:
         return {event["kind"]: event["at"] for event in reversed(events)}
 
 
-class Worker:
-    """Has nothing to do."""
-
-    def __init__(self, *_: Any) -> None:
-        own_process_group()
-
-    def start(self, timeout_s: float) -> dict[str, Any]:
-        return {}
-
-    def describe(self) -> dict[str, Any]:
-        return {"pid": os.getpid()}
-
-    def stop(self) -> None:
-        return
-
-
-class Front:
-    """Says for how long there was nothing to do."""
-
-    def __init__(self, *_: Any) -> None:
-        own_process_group()
-        self.born = time.monotonic()
-
-    async def start(self) -> dict[str, Any]:
-        return {"endpoint": "http://127.0.0.1:1", "pid": os.getpid()}
-
-    async def attach(self, info: dict[str, Any]) -> None:
-        return
-
-    async def create_policy(self, policy: str, spec: dict[str, Any], timeout_s: float) -> None:
-        self.born = time.monotonic()
-
-    async def health(self) -> dict[str, Any]:
-        return {"ok": True, "cause": "", "pid": os.getpid(), "idle_s": time.monotonic() - self.born}
-
-    async def stop(self) -> None:
-        return
-
-
-def any_model(name: str) -> None:
-    return
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=200)
@@ -127,12 +83,10 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     settings = {
-        "worker_class": "many_jobs:Worker",
-        "front_class": "many_jobs:Front",
-        "check_model": "many_jobs:any_model",
+        "worker_class": "light_stand_ins:Worker",
+        "front_class": "light_stand_ins:Front",
+        "check_model": "light_stand_ins:any_model",
     }
-    from opentinker.scheduler.cluster import EmbeddedCluster
-
     with tempfile.TemporaryDirectory(prefix="ot-many-") as name:
         folder = Path(name)
         with EmbeddedCluster.start(
