@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opentinker.client.client import Client, Job
     from opentinker.client.messages import AdamParams
+    from opentinker.client.submitted import SubmittedJob
     from opentinker.config.job import (
         EngineConfig,
         EvaluationConfig,
+        InferenceJobConfig,
         InteractiveJobConfig,
         LoraConfig,
         Resources,
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
     "opentinker.client.messages": ("AdamParams",),
+    "opentinker.client.submitted": ("SubmittedJob",),
     "opentinker.config.job": (
         "EngineConfig",
         "EvaluationConfig",
+        "InferenceJobConfig",
         "InteractiveJobConfig",
         "LoraConfig",
         "RLJobConfig",
@@ -57,6 +61,7 @@ __all__ = [
     "EngineConfig",
     "Environment",
     "EvaluationConfig",
+    "InferenceJobConfig",
     "InteractiveJobConfig",
     "Job",
     "JobFailedError",
@@ -71,6 +76,7 @@ __all__ = [
     "Scheduling",
     "ServerLostError",
     "StepResult",
+    "SubmittedJob",
     "TrainerConfig",
 ]
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MAX_POLLS_EACH, MAX_POLLS = 64, 500
 """Long polls in progress, of one user and of all. What is left of the actor's `MAX_CALLS` is for heartbeats and the rest."""
 MAX_ENDS_EACH, MAX_ENDS = 64, 250
-"""Likewise for `cancel` and `complete`, which wait until processes are gone."""
+"""Likewise for `cancel`, `complete` and `stop`, which wait until processes are gone."""
 MAX_PROXIED_EACH, MAX_PROXIED = 1000, 4000
 """Requests to servers of one user's jobs, and of all, by way of the scheduler; each holds two connections."""
 MAX_BODY_BYTES = 2 * MAX_ZIP_BYTES
@@ -169,7 +169,8 @@ def create_app(scheduler: Scheduler) -> FastAPI:
     @app.post("/v1/jobs/{job_id}/stop", response_model=views.JobView)
     async def stop(request: Request, job_id: str) -> JSONResponse:
         owner, caller = await changing(request, job_id), caller_of(request)
-        return JSONResponse(_shown(request, await scheduler.stop(owner, job_id, caller)))
+        with ends.held(caller.name):
+            return JSONResponse(_shown(request, await scheduler.stop(owner, job_id, caller)))
 
     @app.get("/v1/jobs/{job_id}/logs", response_model=views.Logs)
     async def logs(request: Request, job_id: str, offset: int = 0, source: LogSource | None = None) -> JSONResponse:

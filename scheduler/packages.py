@@ -31,6 +31,7 @@ from opentinker.config.job import JobConfig, RLJobConfig
 from opentinker.config.requirements import listed_requirements
 from opentinker.errors import ConfigError, OpenTinkerError
 from opentinker.logfile import write_to
+from opentinker.process_group import own_process_group
 from opentinker.scheduler.processes import forget_secrets
 
 INSTALL_LOG_NAME = "install.log"
@@ -64,6 +65,7 @@ class PackageInstaller:
 
     def __init__(self, job_id: str, run_dir: str) -> None:
         forget_secrets()
+        own_process_group()
         self._job_id = job_id
         self._log = Path(run_dir) / INSTALL_LOG_NAME
         write_to(self._log, job=job_id)

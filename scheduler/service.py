@@ -321,12 +321,13 @@ class SchedulerService:
             NotFoundError: no such job of this owner.
             UnavailableError: the server is not up yet.
             ServerLostError, JobFailedError: the job has ended.
+            ServerLostError: the token is that of an earlier server of the job, which was restarted.
         """
         try:
             job = self._store.job(job_id)
             policy = self._reconciler.policy_of(job_id)
-            # Between two servers, or after the last, the earlier tokens still tell whose job it is.
-            known = self._store.policies(job_id) if owner is None and policy is None else [policy] if policy else []
+            # Once it was restarted, the earlier tokens still tell whose job it is: who holds one does not guess.
+            known = self._store.policies(job_id) if owner is None else []
         except OpenTinkerError as error:
             raise error if owner is not None else without_details(error) from error
         if owner is None:
@@ -337,6 +338,11 @@ class SchedulerService:
         if job.state.ended:
             kind = ServerLostError if job.state is JobState.FAILED else JobFailedError
             raise kind(f"job {job_id} is {job.state}{': ' if job.cause else ''}{job.cause}", hint="its server is gone")
+        if owner is None and policy is not None and token != policy_token(self._secret, policy.id):
+            raise ServerLostError(
+                f"job {job_id} was restarted: it has a new server; read the job again",
+                hint=f"its record, `GET /v1/jobs/{job_id}`, has the new server's token and policy",
+            )
         server = None if policy is None else self._store.server(policy.server_id)
         if policy is None or server is None or not server.endpoint:
             why = self._reconciler.waiting_for(job)

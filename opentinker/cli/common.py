@@ -17,8 +17,8 @@ from rich.text import Text
 
 from opentinker.client.local import API_KEY_VARIABLE, STATE_DIR, find_cluster
 from opentinker.client.scheduler import SchedulerClient
-from opentinker.config.base import apply_overrides, parse_config, read_yaml
-from opentinker.config.job import JobConfig, RLJobConfig, parse_job
+from opentinker.client.submission import read_job
+from opentinker.config.job import RLJobConfig
 from opentinker.errors import ConfigError, OpenTinkerError
 
 out = Console(highlight=False)
@@ -36,6 +36,11 @@ KeyOption = Annotated[
 ]
 StateDirOption = Annotated[Path, typer.Option("--state-dir", help="Where the cluster on this machine keeps its state.")]
 DEFAULT_STATE_DIR = STATE_DIR
+_INSTEAD = {
+    "inference": "`opentinker submit` starts a model to sample from; from Python, `Client.serve`",
+    "interactive": "create it from Python with `Client.create_job`, where your own program drives it",
+}
+"""Of jobs that `train` has nothing to do for."""
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 JsonOption = Annotated[bool, typer.Option("--json", help="For programs: one JSON document, or one per line.")]
 JobsArgument = Annotated[
@@ -98,18 +103,14 @@ def read_rl_config(path: Path, overrides: list[str] | None) -> RLJobConfig:
     """The RL job that a YAML file and overrides describe.
 
     Raises:
-        ConfigError: see `parse_config`.
+        ConfigError: it is of another kind, or see `read_job`.
     """
-    return parse_config(RLJobConfig, apply_overrides(read_yaml(path), overrides or []))
-
-
-def read_job_config(path: Path, overrides: list[str] | None) -> JobConfig:
-    """The job of any kind that a YAML file and overrides describe; without a kind it is `rl`.
-
-    Raises:
-        ConfigError: see `parse_job`.
-    """
-    return parse_job({"kind": "rl", **apply_overrides(read_yaml(path), overrides or [])})
+    job = read_job(path, overrides or ())
+    if not isinstance(job, RLJobConfig):
+        raise ConfigError(
+            f"{path} describes a job of kind '{job.kind}': there is nothing to drive from this process", hint=_INSTEAD[job.kind]
+        )
+    return job
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from opentinker.cli.common import (
     print_json,
 )
 from opentinker.cli.patience import Patience
-from opentinker.client.client import ENDED
+from opentinker.client.scheduler import ENDED
 
 POLL_S = 1.0
 

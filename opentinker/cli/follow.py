@@ -4,8 +4,7 @@ import time
 from typing import Any
 
 from opentinker.cli.patience import Patience
-from opentinker.client.client import ENDED
-from opentinker.client.scheduler import SchedulerClient
+from opentinker.client.scheduler import ENDED, SchedulerClient
 from opentinker.errors import JobFailedError
 from opentinker.training.progress import Progress
 

@@ -25,8 +25,7 @@ from opentinker.cli.common import (
     state_text,
 )
 from opentinker.cli.live import repeat, show
-from opentinker.client.client import ENDED
-from opentinker.client.scheduler import SchedulerClient
+from opentinker.client.scheduler import ENDED, SchedulerClient
 
 PERIOD_S = 2.0
 ENDED_SHOWN = 10

@@ -16,8 +16,9 @@ from opentinker.cli.common import (
     print_json,
     without_token,
 )
-from opentinker.client.client import ENDED
-from opentinker.errors import OpenTinkerError
+from opentinker.client.scheduler import ENDED
+from opentinker.client.submitted import stop_failure
+from opentinker.errors import CheckpointError, OpenTinkerError
 
 
 def stop(
@@ -30,6 +31,8 @@ def stop(
     """Stop jobs after a checkpoint, which is called `stopped`: the weights after the step in progress are kept.
 
     Waits until the checkpoint is written; Ctrl-C ends only the waiting. `opentinker cancel` ends jobs at once.
+
+    Exits with 1 if a checkpoint could not be written, or a job has FAILED or could not be stopped.
     """
     failed = False
     with connected(url, key, state_dir) as client:
@@ -44,9 +47,13 @@ def stop(
                 print_error(error)
                 failed = True
                 continue
+            if why := stop_failure(job):
+                hint = f"`opentinker checkpoints {job_id}` lists what it saved before"
+                print_error(CheckpointError(why, hint=hint))
+                failed = True
             if as_json:
                 print_json(without_token(job))
-            else:
+            elif not why:
                 out.print(f"{job['id']} {job['state']}{': ' if job['cause'] else ''}{job['cause']}", soft_wrap=True)
     if failed:
         raise typer.Exit(1)

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 import yaml
 
-from opentinker.cli.code import environment_file, lacking, pack_folder, relative_to_code
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
     ConfigArgument,
@@ -18,13 +17,11 @@ from opentinker.cli.common import (
     connected,
     err,
     out,
-    read_job_config,
 )
 from opentinker.cli.follow import follow
+from opentinker.client.submission import prepare
 from opentinker.config.job import RLJobConfig
-from opentinker.errors import ConfigError
 from opentinker.training.progress import Progress
-from opentinker.training.run import checked_environment
 
 
 def submit(
@@ -41,29 +38,18 @@ def submit(
     An environment given as path/to/file.py:Class travels with its folder (up to 20 MiB). The cluster installs what it requires
     (environment.requirements, or a requirements.txt beside the file).
     """
-    job = read_job_config(config, overrides)
-    if job.leased:
-        raise ConfigError(
-            f"a job of kind '{job.kind}' lives as long as its client renews the lease, so it cannot be submitted and left",
-            hint="create it from Python, or use `opentinker train`",
-        )
-    file = None
-    if isinstance(job, RLJobConfig):
-        file = environment_file(job, config.parent)
-        if file is not None:
-            job = relative_to_code(job, file)
-        if absent := lacking(job, file):
-            # The cluster will have it, and this machine need not.
-            err.print(f"the environment is not checked before the job runs: {', '.join(absent)} missing here", soft_wrap=True)
-        else:
-            with redirect_stdout(sys.stderr):  # stdout is for the job's id or config, not for what user code prints
-                checked_environment(job, file.parent if file else None)
+    with redirect_stdout(sys.stderr):  # stdout is for the job's id or config, not for what user code prints
+        sent = prepare(config, overrides or ())
+    job = sent.config
+    if sent.lacking:
+        # The cluster will have it, and this machine need not.
+        err.print(f"the environment is not checked before the job runs: {', '.join(sent.lacking)} missing here", soft_wrap=True)
     if dry_run:
-        out.print(yaml.safe_dump(job.model_dump(mode="json"), sort_keys=False), end="", markup=False, soft_wrap=True)
+        out.print(yaml.safe_dump(sent.fields(), sort_keys=False), end="", markup=False, soft_wrap=True)
         return
-    code = pack_folder(file.parent) if file else None
+    code = sent.code()
     with connected(url, key, state_dir) as client:
-        record = client.submit(job.model_dump(mode="json"), code=code)
+        record = client.submit(sent.fields(), code=code)
         out.print(record["id"], soft_wrap=True)
         if not follow_ or not isinstance(job, RLJobConfig):
             err.print(f"follow it with `opentinker logs -f {record['id']}`")

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from opentinker.cli.code import environment_file, lacking, relative_to_code
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
     ConfigArgument,
@@ -20,6 +19,7 @@ from opentinker.cli.common import (
     signals_as_interrupt,
 )
 from opentinker.client.client import Client
+from opentinker.client.code import environment_file, lacking, relative_to_code
 from opentinker.client.local import find_cluster
 from opentinker.client.reach import Connect
 from opentinker.errors import ConfigError
@@ -53,6 +53,12 @@ def train(
             hint="install the packages here, and set the variables; or `opentinker submit`, where the cluster provides both",
         )
     checked_environment(job, code_dir)
+    scheduling = job.scheduling
+    if scheduling.max_restarts:
+        err.print(
+            "scheduling.max_restarts is left out: this process drives the job; submitted ones are restarted", soft_wrap=True
+        )
+        scheduling = scheduling.model_copy(update={"max_restarts": 0})
     address, api_key = find_cluster(url, read_key(key), state_dir)
     with signals_as_interrupt(), Client(address, api_key, connect=connect) as client:
         err.print("waiting for a server")
@@ -62,7 +68,7 @@ def train(
             engine=job.engine,
             trainer=job.trainer,
             resources=job.resources,
-            scheduling=job.scheduling,
+            scheduling=scheduling,
             name=job.name,
             seed=job.training.seed,
             start_from=job.start_from,

@@ -21,8 +21,7 @@ from opentinker.cli.common import (
 )
 from opentinker.cli.patience import RECONNECT_S, Patience
 from opentinker.cli.ps import State
-from opentinker.client.client import ENDED
-from opentinker.client.scheduler import SchedulerClient
+from opentinker.client.scheduler import ENDED, SchedulerClient
 from opentinker.errors import OpenTinkerError
 
 POLL_S = 20.0

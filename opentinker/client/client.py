@@ -3,27 +3,27 @@
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from opentinker.client.local import find_cluster
 from opentinker.client.policy import PolicyClient
 from opentinker.client.reach import Connect, choose_endpoint
-from opentinker.client.scheduler import SchedulerClient
+from opentinker.client.scheduler import ENDED, SchedulerClient
+from opentinker.client.submitted import SubmittedJob
 from opentinker.client.sync import SyncRunner
 from opentinker.config.job import (
-    INFERENCE_MEMORY_FRACTION,
     Dtype,
     EngineConfig,
-    InferenceJobConfig,
-    InteractiveJobConfig,
     JobConfig,
     LoraConfig,
     Resources,
     Scheduling,
     TrainerConfig,
+    parse_job,
 )
 from opentinker.errors import (
     AuthenticationError,
@@ -40,13 +40,13 @@ from opentinker.errors import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 _SUSPICIOUS = (UnavailableError, DeadlineError, ServerLostError, NotFoundError, AuthenticationError)
 """Errors of a policy call that may mean that the server is gone."""
 
 
 class Client:
-    """A connection to a cluster. Leaving the `with` ends the jobs that it created and that still run."""
+    """A connection to a cluster. Leaving the `with` ends the jobs that it created and that still run, not those that it
+    submitted."""
 
     def __init__(
         self, url: str | None = None, api_key: str | None = None, *, timeout_s: float = 30.0, connect: Connect = "auto"
@@ -62,6 +62,7 @@ class Client:
         self.scheduler = SchedulerClient(url, key, timeout_s=timeout_s)
         self._connect: Connect = connect
         self._jobs: list[Job] = []
+        self._submitted: list[SubmittedJob] = []
 
     def create_job(
         self,
@@ -82,17 +83,19 @@ class Client:
         `start_from` is the address of a checkpoint whose weights the policy starts from, such as `job-46b60ae170/guess-v1`.
 
         Raises:
+            ConfigError: the arguments do not make a job.
             UnknownModelError: the cluster does not know the model.
             JobFailedError: the server could not be started.
             DeadlineError: it is not up after `start_timeout_s`; the job is cancelled.
         """
-        config = InteractiveJobConfig(
+        config = _job(
+            "interactive",
             base_model=base_model,
             lora=lora,
-            engine=engine or EngineConfig(),
-            trainer=trainer or TrainerConfig(),
-            resources=resources or Resources(),
-            scheduling=scheduling or Scheduling(),
+            engine=engine,
+            trainer=trainer,
+            resources=resources,
+            scheduling=scheduling,
             name=name,
             seed=seed,
             start_from=start_from,
@@ -108,23 +111,46 @@ class Client:
         resources: Resources | None = None,
         scheduling: Scheduling | None = None,
         name: str = "",
+        start_from: str = "",
         start_timeout_s: float = 1800.0,
     ) -> "Job":
         """Submit an inference job that lives as long as this client, and wait until its server is up: a model to sample from,
-        without a trainer. `job.run(lambda policy: policy.sample(...))` asks it.
+        without a trainer. `job.run(lambda policy: policy.sample(...))` asks it. With `start_from` it serves the weights of that
+        checkpoint.
 
         Raises: as `create_job`.
         """
-        config = InferenceJobConfig(
+        config = _job(
+            "inference",
             base_model=base_model,
-            engine=engine or EngineConfig(memory_fraction=INFERENCE_MEMORY_FRACTION),
+            engine=engine,
             dtype=dtype,
-            resources=resources or Resources(),
-            scheduling=scheduling or Scheduling(),
+            resources=resources,
+            scheduling=scheduling,
             name=name,
+            start_from=start_from,
             lease=True,
         )
         return self._open(config, start_timeout_s)
+
+    def submit(self, config: JobConfig | Mapping[str, Any] | str | Path, *, overrides: Sequence[str] = ()) -> SubmittedJob:
+        """Submit a job that the cluster runs by itself, of kind `rl` or `inference`, as `opentinker submit` does: `config` is a
+        config, its fields, or a YAML file with them, and `overrides` are dotted, such as `training.steps=10`. An environment
+        given as path/to/file.py:Class travels with its folder. Leaving the client does not end the job.
+
+        Raises:
+            ConfigError: the config or its environment is wrong, or the job lives as long as its client.
+            UnknownModelError: the cluster does not know the model.
+        """
+        from opentinker.client.submission import prepare  # it loads what runs episodes, and other clients need not
+
+        sent = prepare(config, overrides)
+        if sent.lacking:
+            logger.warning("the environment is not checked before the job runs: %s missing here", ", ".join(sent.lacking))
+        record = self.scheduler.submit(sent.fields(), code=sent.code())
+        job = SubmittedJob(self.scheduler, sent.config, record, connect=self._connect)
+        self._submitted.append(job)
+        return job
 
     def _open(self, config: JobConfig, start_timeout_s: float) -> "Job":
         job = Job(self.scheduler, config, self.scheduler.submit(config.model_dump(mode="json")), connect=self._connect)
@@ -139,6 +165,8 @@ class Client:
     def close(self) -> None:
         for job in self._jobs:
             job.cancel()
+        for submitted in self._submitted:
+            submitted.close()
         self.scheduler.close()
 
     def __enter__(self) -> Self:
@@ -146,6 +174,11 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _job(kind: str, **fields: Any) -> JobConfig:
+    """With the defaults of what is None. Raises: ConfigError."""
+    return parse_job({"kind": kind, **{name: value for name, value in fields.items() if value is not None}})
 
 
 class Job:

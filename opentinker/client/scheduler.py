@@ -23,6 +23,8 @@ from opentinker.errors import (
 )
 
 ATTEMPTS = 4
+ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
+"""The states that a job does not leave."""
 PAGE = 100
 """Jobs in one request."""
 _TRANSIENT = frozenset({429, 502, 503, 504})

@@ -212,7 +212,8 @@ class EnvironmentConfig(Config):
         None
     )
     """Packages that the environment's code needs, as PEP 508 requirements such as `sympy>=1.13`. The cluster installs them for
-    the driver of a submitted job, beside its own packages, which stay as they are. None = those of a `requirements.txt` beside
+    the driver of a submitted job, beside its own packages, which stay as they are. A URL holds no credentials; a `file:` URL
+    is a path on the driver's node. None = those of a `requirements.txt` beside
     the environment's file, if there is one; an empty list = none, whatever that file says."""
     secrets: Annotated[dict[str, str], AfterValidator(check_secrets)] = Field(default_factory=dict)
     """Environment variable -> name of a secret of yours (`opentinker secrets set NAME`). The driver of a submitted job gets the
@@ -374,6 +375,8 @@ class InferenceJobConfig(JobConfig):
     def _engine_has_the_gpu(cls, values: Any) -> Any:
         """The default of `engine.memory_fraction` leaves room for a trainer, which is not there."""
         engine = values.get("engine", {}) if isinstance(values, Mapping) else None
+        if isinstance(engine, EngineConfig):
+            engine = engine.model_dump(include=engine.model_fields_set)
         if isinstance(engine, Mapping) and "memory_fraction" not in engine:
             return {**values, "engine": {**engine, "memory_fraction": INFERENCE_MEMORY_FRACTION}}
         return values

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -20,6 +21,7 @@ MAX_REQUIREMENT = 200
 MAX_SECRETS = 10
 SECRET_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_USERINFO = re.compile(r"://[^/\s]*@")
 _RESERVED = ("OPENTINKER_", "RAY_", "LD_", "PYTHON")
 """What these variables mean to the driver's process is not a job's to change."""
 
@@ -28,23 +30,41 @@ def check_requirements(lines: Sequence[str]) -> tuple[str, ...]:
     """The requirements, each in one line without spaces around it.
 
     Raises:
-        ValueError: not PEP 508 (pip's options, files and folders are not), or too many.
+        ValueError: not PEP 508 (pip's options and bare paths are not), a URL with credentials, or too many. No credentials are
+            in the message.
     """
     if len(lines) > MAX_REQUIREMENTS:
         raise ValueError(f"{len(lines)} requirements; at most {MAX_REQUIREMENTS} are possible")
     for line in lines:
+        shown = _USERINFO.sub("://***@", line)
         if len(line) > MAX_REQUIREMENT:
-            raise ValueError(f"{line[:40]!r}... is longer than {MAX_REQUIREMENT} characters")
+            raise ValueError(f"{shown[:40]!r}... is longer than {MAX_REQUIREMENT} characters")
         if line.lstrip().startswith("-"):
-            raise ValueError(f"{line!r} is an option of pip, not a requirement; which indexes are used is the cluster's to say")
+            raise ValueError(
+                f"{shown!r} is an option of pip, not a requirement; which indexes are used is the cluster's to say"
+            )
         try:
-            Requirement(line)
+            url = Requirement(line).url or ""
         except InvalidRequirement as error:
-            why = str(error).splitlines()[0]
-            raise ValueError(f"{line!r} is not a requirement (PEP 508), such as 'sympy>=1.13': {why}") from None
+            why = _USERINFO.sub("://***@", str(error).splitlines()[0])
+            raise ValueError(f"{shown!r} is not a requirement (PEP 508), such as 'sympy>=1.13': {why}") from None
         if not line.isprintable():
-            raise ValueError(f"{line!r} holds a character that cannot be printed")
+            raise ValueError(f"{shown!r} holds a character that cannot be printed")
+        if _has_credentials(url):
+            raise ValueError(
+                f"{shown!r} holds credentials, which would be stored and logged; those of a package's host belong into the "
+                "cluster's pip.conf or .netrc, which its operator keeps"
+            )
     return tuple(line.strip() for line in lines)
+
+
+def _has_credentials(url: str) -> bool:
+    """A user's name alone is a token for many hosts; for ssh it is a name."""
+    try:
+        parts = urlsplit(url)
+        return "@" in parts.netloc and not (parts.scheme.endswith("ssh") and parts.password is None)
+    except ValueError:
+        return "@" in url
 
 
 def check_secrets(secrets: Mapping[str, str]) -> dict[str, str]:

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from opentinker.config.base import apply_overrides, parse_config, read_yaml
-from opentinker.config.job import INFERENCE_MEMORY_FRACTION, KINDS, RLJobConfig, parse_job
+from opentinker.config.job import (
+    INFERENCE_MEMORY_FRACTION,
+    KINDS,
+    EngineConfig,
+    InferenceJobConfig,
+    RLJobConfig,
+    parse_job,
+)
 from opentinker.errors import ConfigError
 from opentinker.scheduler.settings import Settings
 
@@ -98,6 +105,11 @@ def test_an_engine_alone_takes_the_gpu_unless_it_is_told_otherwise() -> None:
 
     assert fraction() == fraction(max_model_len=64) == INFERENCE_MEMORY_FRACTION
     assert fraction(memory_fraction=0.3) == 0.3
+    for engine, wanted in (
+        (EngineConfig(max_model_len=64), INFERENCE_MEMORY_FRACTION),
+        (EngineConfig(memory_fraction=0.45), 0.45),
+    ):
+        assert InferenceJobConfig(base_model="m", engine=engine).engine == engine.model_copy(update={"memory_fraction": wanted})
     assert parse_job({**MINIMAL, "kind": "rl"}).engine.memory_fraction < 0.5
 
 

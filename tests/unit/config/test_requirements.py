@@ -61,6 +61,39 @@ def test_what_is_no_requirement_is_refused_with_the_field_named(line: str) -> No
         config(requirements=[line])
 
 
+SECRET = "s3cr3t-t0ken"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"x @ https://user:{SECRET}@h/x.whl",
+        f"x @ https://{SECRET}@h/x.whl",
+        f"x @ git+https://{SECRET}@h/r@main",
+        f"x @ git+ssh://git:{SECRET}@h/r",
+        f"https://user:{SECRET}@h/x.whl",
+        f"--index-url https://user:{SECRET}@h/simple",
+        f"x @ https://{SECRET}@h/{'x' * MAX_REQUIREMENT}",
+        f"x @ https://{SECRET}@h/\u2028b.whl",
+        f"x @ https://{SECRET}@[h/x.whl",
+    ],
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(line: str) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.requirements") as caught:
+        config(requirements=[line])
+    assert SECRET not in caught.value.detail + caught.value.hint
+    with pytest.raises(ConfigError) as caught:
+        parse_requirements(line)
+    assert SECRET not in caught.value.detail + caught.value.hint
+
+
+def test_the_refusal_of_credentials_says_where_they_belong_and_an_at_sign_elsewhere_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"cluster's pip.conf or .netrc"):
+        config(requirements=["x @ https://ann:pw@h/x.whl"])
+    fine = ("x @ git+https://h/r@v1.0", "x @ git+ssh://git@h/r@v1.0", "x @ https://h/a@b.whl")
+    assert check_requirements(fine) == fine
+
+
 def test_too_many_are_refused() -> None:
     assert len(check_requirements(["x"] * MAX_REQUIREMENTS)) == MAX_REQUIREMENTS
     with pytest.raises(ConfigError, match="requirements"):

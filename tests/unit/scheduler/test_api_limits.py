@@ -75,6 +75,25 @@ async def test_who_polls_too_much_is_told_to_wait_and_beats_and_others_are_not(
     assert (await http.get(path, params={**waiting, "state": "FAILED"}, headers=ann)).status_code == 200
 
 
+@pytest.mark.parametrize("end", ["cancel", "stop"])
+async def test_who_ends_too_many_jobs_at_once_is_told_to_wait(
+    world: Any, key: dict[str, str], monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(api, "MAX_ENDS_EACH", 1)
+    transport = httpx.ASGITransport(create_app(world.service))
+    job = await world.reach(await world.interactive(), "RUNNING")
+    world.launcher.unkillable = "a process does not die"
+    async with httpx.AsyncClient(transport=transport, base_url="http://scheduler", headers=key) as http:
+        path = f"/v1/jobs/{job['id']}/{end}"
+        first = asyncio.create_task(http.post(path))
+        await world.reach(job, "CANCELLED")
+        refused = await http.post(path)
+        assert (refused.status_code, refused.json()["code"]) == (429, "rate_limited")
+        world.launcher.unkillable = ""
+        assert (await first).json()["state"] == "CANCELLED"
+        assert (await http.post(path)).status_code == 200
+
+
 async def test_health_asks_the_scheduler_and_not_more_than_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 

@@ -3,11 +3,14 @@
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 
-from opentinker.errors import CheckpointError, ConfigError, ConflictError
+from opentinker.errors import AuthenticationError, CheckpointError, ConfigError, ConflictError, ServerLostError
+from opentinker.scheduler.api import create_app
 from opentinker.scheduler.clearing import wait_for_memory
 from opentinker.scheduler.gpus import GpuUse
+from opentinker.scheduler.limits import PER_ADDRESS_BURST
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
 
@@ -158,6 +161,35 @@ async def test_stop_ends_a_job_that_waits_or_starts_and_leaves_an_ended_one(worl
         assert (await world.service.stop("admin", job["id"]))["state"] == "CANCELLED"
     assert world.launcher.saved == []
     assert (await world.service.stop("admin", first["id"]))["state"] == "CANCELLED"
+
+
+async def test_the_token_of_an_earlier_server_says_that_there_is_a_new_one_and_is_no_guess(world: Any) -> None:
+    app = create_app(world.service)
+    transport = httpx.ASGITransport(app, client=("198.51.100.9", 1))
+    job = await world.reach(await inference(world, scheduling={"max_restarts": 1}), "RUNNING")
+    other = await world.interactive()
+    old, path = job["server"]["token"], f"/v1/jobs/{job['id']}/server/v1/info"
+    async with httpx.AsyncClient(transport=transport, base_url="http://scheduler") as http:
+
+        async def ask(token: str, path: str = path) -> tuple[int, str]:
+            answer = await http.get(path, headers={"Authorization": f"Bearer {token}"})
+            return answer.status_code, answer.json()["code"]
+
+        world.launcher.may_start.clear()
+        world.launcher.faults[job["id"]] = "killed by signal 9"
+        await world.until(lambda: "restarting" in kinds_of(world, job))
+        world.launcher.faults.clear()
+        world.launcher.may_start.set()
+        job = await world.reach(await world.service.job("admin", job["id"]), "RUNNING")
+        assert job["server"]["token"] != old
+        for _ in range(2 * int(PER_ADDRESS_BURST)):  # as a client that tries again and again
+            assert await ask(old) == (409, ServerLostError.code)
+        with pytest.raises(ServerLostError, match="it has a new server; read the job again"):
+            await world.service.server_of(job["id"], None, old)
+        assert (await world.service.server_of(job["id"], None, job["server"]["token"]))["token"] == job["server"]["token"]
+        assert world.service.users._limiter.wait_s("198.51.100.9", "any", world.clock()) == 0.0
+        for token, where in ((f"{old}x", path), (old, path.replace(job["id"], other["id"]))):
+            assert await ask(token, where) == (401, AuthenticationError.code)
 
 
 async def test_a_stop_survives_the_scheduler(world: Any) -> None:

@@ -51,6 +51,15 @@ def test_the_configs_list_rules_and_else_the_file_beside_the_environments(tmp_pa
         requirements_of(config(), tmp_path)
 
 
+def test_the_installer_leads_a_process_group_of_its_own(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom opentinker.scheduler.packages import PackageInstaller\n"
+        "PackageInstaller('job-1', sys.argv[1])\nopen(sys.argv[1] + '/group', 'w').write(str(os.getpgid(0) == os.getpid()))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert (tmp_path / "group").read_text() == "True"
+
+
 async def test_a_requirements_file_that_is_none_is_refused_at_submit_and_nothing_is_left(world: Any) -> None:
     body = {"kind": "rl", "base_model": "m", "environment": {"name": "env.py:Mine"}}
     with pytest.raises(ConfigError, match="option of pip"):

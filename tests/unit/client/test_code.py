@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from opentinker.cli.code import pack_folder
+from opentinker.client.code import pack_folder
 from opentinker.errors import ConfigError
 
 

@@ -1,0 +1,76 @@
+"""A job as it is sent to the cluster to run there, from YAML or Python alike: its config, and its environment's folder."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opentinker.client.code import environment_file, lacking, pack_folder, relative_to_code
+from opentinker.config.base import apply_overrides, read_yaml
+from opentinker.config.job import InferenceJobConfig, JobConfig, RLJobConfig, parse_job
+from opentinker.errors import ConfigError
+from opentinker.training.run import checked_environment
+
+JobSource = JobConfig | Mapping[str, Any] | str | Path
+"""A job's config, its fields, or a YAML file with them; without a kind it is `rl`."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What the cluster is sent."""
+
+    config: JobConfig
+    """The environment's path is relative to the folder that travels."""
+    folder: Path | None
+    """The folder of the environment's file; None for a built-in environment."""
+    lacking: Sequence[str]
+    """Packages and variables that the environment needs and this process does not have: the environment is not checked here."""
+
+    def fields(self) -> dict[str, Any]:
+        return self.config.model_dump(mode="json")
+
+    def code(self) -> bytes | None:
+        """A zip of the folder. Raises: ConfigError when it is too large."""
+        return pack_folder(self.folder) if self.folder is not None else None
+
+
+def read_job(source: JobSource, overrides: Sequence[str] = ()) -> JobConfig:
+    """The job of any kind that `source` and dotted overrides, such as `training.steps=10`, describe.
+
+    Raises:
+        ConfigError: see `read_yaml`, `apply_overrides` and `parse_job`.
+    """
+    if isinstance(source, JobConfig):
+        return parse_job(apply_overrides(source.model_dump(mode="json"), overrides))
+    values = source if isinstance(source, Mapping) else read_yaml(Path(source))
+    return parse_job({"kind": "rl", **apply_overrides(values, overrides)})
+
+
+def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
+    """What to send for a job. An environment's file is looked for beside the YAML file or else in the current folder, and is
+    imported here unless this process lacks what it needs.
+
+    Raises:
+        ConfigError: the config or the environment is wrong, or the job lives as long as its client.
+    """
+    job = read_job(source, overrides)
+    if job.leased:
+        raise ConfigError(
+            f"this job of kind '{job.kind}' lives as long as its client renews the lease, so it cannot be submitted and left",
+            hint=_instead(job),
+        )
+    if not isinstance(job, RLJobConfig):
+        return Submission(job, None, ())
+    file = environment_file(job, Path(source).parent if isinstance(source, str | Path) else Path())
+    if file is not None:
+        job = relative_to_code(job, file)
+    absent = lacking(job, file)
+    if not absent:
+        checked_environment(job, file.parent if file else None)
+    return Submission(job, file.parent if file else None, absent)
+
+
+def _instead(job: JobConfig) -> str:
+    if isinstance(job, InferenceJobConfig):
+        return "leave out `lease`: then it runs until it is ended or reaches a limit; from Python, `Client.serve` holds a lease"
+    return "create it from Python with `Client.create_job`; what `opentinker submit` and `opentinker train` run is of kind 'rl'"
