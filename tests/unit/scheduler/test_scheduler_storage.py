@@ -161,6 +161,7 @@ async def test_copying_an_earlier_server_s_files_ends_when_the_next_one_copies(
     stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("opentinker.scheduler.reconciler.FOLLOW_S", 0.01)
+    monkeypatch.setattr("opentinker.scheduler.reconciler.COPY_TRIES", 10**6)
     remote = tmp_path / "remote"
     remote.write_text("a file where the folder should be")
     job = await stored.reach(await stored.rl(max_restarts=1), "RUNNING")

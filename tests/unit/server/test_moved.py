@@ -112,6 +112,8 @@ def test_both_processes_of_a_server_write_behind_the_earlier_ones_log(second: St
     assert log.read_text() == "server.log of the first node\nfront begins\nworker begins\n"
     worker._follow(second)
     assert worker._mirror is not None
+    assert last_checkpoint(log.parent) == 20
+    assert (log.parent / "driver.log").exists()
     worker.flush()
     assert second.read(log) == log.read_bytes()
 
