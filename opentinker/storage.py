@@ -9,7 +9,7 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,41 @@ class Storage:
             shutil.rmtree(draft, ignore_errors=True)
         return True
 
+    def fetch_longer(self, folder: Path, names: Collection[str]) -> list[str]:
+        """Of files that are only ever appended to, bring those to a folder that are longer there than here, each whole or not
+        at all; their names. Nobody may write to them meanwhile."""
+        with self._asking():
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._key(folder), maxdepth=1, detail=True)
+        there = {str(name).rpartition("/")[2]: int(info["size"]) for name, info in found.items()}
+        longer = sorted(name for name in names if there.get(name, -1) > file_size(folder / name))
+        for name in longer:
+            folder.mkdir(parents=True, exist_ok=True)
+            draft = folder / f".{name}.{uuid.uuid4().hex[:8]}.fetched"
+            try:
+                with self._asking():
+                    self._fs.get_file(self._key(folder / name), str(draft))
+                draft.replace(folder / name)
+            finally:
+                draft.unlink(missing_ok=True)
+        return longer
+
+    def remove_folder(self, folder: Path) -> None:
+        """Remove what is there of a folder."""
+        with self._asking():
+            self._fs.invalidate_cache()
+            if self._fs.exists(self._key(folder)):
+                self._fs.rm(self._key(folder), recursive=True)
+
+    def size(self, path: Path) -> int:
+        """Bytes of a file; -1 if it is not there."""
+        with self._asking():
+            self._fs.invalidate_cache()
+            try:
+                return int(self._fs.info(self._key(path))["size"])
+            except FileNotFoundError:
+                return -1
+
     def read(self, path: Path, offset: int = 0, size: int | None = None) -> bytes | None:
         """A piece of a file; None if it is not there."""
         with self._asking():
@@ -97,13 +132,17 @@ class Storage:
     def exists(self, path: Path) -> bool:
         return self.read(path, 0, 0) is not None
 
-    def checkpoints(self, root: Path) -> list[Checkpoint]:
-        """As `opentinker.checkpoints.checkpoints`; `path` is where each would lie here."""
+    def checkpoints(self, root: Path, only: Collection[str] | None = None) -> list[Checkpoint]:
+        """As `opentinker.checkpoints.checkpoints`, by default of all its folders; `path` is where each would lie here."""
+        folders = self.checkpoint_folders(root) if only is None else only
+        return newest_first(c for folder in folders if (c := self._checkpoint(root / folder)) is not None)
+
+    def checkpoint_folders(self, root: Path) -> set[str]:
+        """What the folders of whole checkpoints there are called."""
         with self._asking():
             self._fs.invalidate_cache()
             names = [str(name) for name in self._fs.find(self._key(root), maxdepth=2)]
-        folders = {Path(name).parent.name for name in names if name.endswith(f"/{MANIFEST}")}
-        return newest_first(c for folder in folders if (c := self._checkpoint(root / folder)) is not None)
+        return {Path(name).parent.name for name in names if name.endswith(f"/{MANIFEST}")}
 
     def _checkpoint(self, folder: Path) -> Checkpoint | None:
         named = parse_folder(folder.name)
@@ -167,10 +206,11 @@ class Mirror:
         self.sync()
 
     def sync(self) -> bool:
-        """Copy what has changed since it was copied; whether everything is there now. What is not stays to be copied."""
+        """Copy what has changed since it was copied, small files first; whether everything is there now. What is not stays to
+        be copied."""
         with self._passing:
             try:
-                for path in sorted(p for p in self._folder.glob("*") if p.is_file()):
+                for path in sorted((p for p in self._folder.glob("*") if p.is_file()), key=lambda p: (file_size(p), p)):
                     now = path.stat()
                     if self._copied.get(path.name) != (now.st_size, now.st_mtime_ns):
                         self._storage.put(path)
@@ -193,6 +233,14 @@ class Mirror:
 def open_storage(url: str, root: str | Path) -> Storage | None:
     """The storage behind a URL; None if there is none."""
     return Storage(url, Path(root)) if url else None
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file on this node; -1 if it is not here."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
 
 
 def _reason(error: Exception) -> Any:

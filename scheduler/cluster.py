@@ -18,7 +18,7 @@ import ray
 import uvicorn
 from ray._private import ray_constants
 from ray.exceptions import RayError
-from ray.experimental.internal_kv import _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 
 from opentinker.config.base import parse_config
 from opentinker.errors import ConfigError, ConflictError, UnavailableError
@@ -37,7 +37,7 @@ from opentinker.scheduler.ray_daemons import (
 from opentinker.scheduler.ray_launcher import CPU_SLOT, NAMESPACE
 from opentinker.scheduler.service import SHUTDOWN_S
 from opentinker.scheduler.settings import Settings
-from opentinker.scheduler.shared_runs import KEY, KV_NAMESPACE, mark
+from opentinker.scheduler.shared_runs import KEY, KV_NAMESPACE, record_of
 from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.store import SqlStore, sqlite_url
 from opentinker.storage import open_storage
@@ -116,7 +116,11 @@ class EmbeddedCluster:
                 ray_dir = stack.enter_context(_local_ray(bound, ray_port, cpu_slots, gpus))
             else:
                 stack.enter_context(_existing_ray(ray_address))
-            _internal_kv_put(KEY, mark(parsed.runs_dir), namespace=KV_NAMESPACE)
+            record = record_of(parsed)
+            if record is None:
+                _internal_kv_del(KEY, namespace=KV_NAMESPACE)  # of an earlier scheduler of this Ray cluster
+            else:
+                _internal_kv_put(KEY, record, namespace=KV_NAMESPACE)
             scheduler = create_scheduler(parsed)
             if ray_address is None:
                 stack.callback(ray.kill, scheduler, no_restart=True)

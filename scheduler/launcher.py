@@ -95,6 +95,10 @@ class Launcher(Protocol):
         """End what `prestart` started on a node."""
         ...
 
+    def is_here(self, node_id: str) -> bool:
+        """Whether a node is the one of this process."""
+        ...
+
     async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
         """How busy the GPUs of these nodes are, by default of all; nodes that cannot tell are left out."""
         ...

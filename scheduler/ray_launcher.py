@@ -87,6 +87,9 @@ class RayLauncher:
         async with asyncio.timeout(REQUEST_S):
             await asyncio.to_thread(request_resources, bundles=[_amounts(demand) for demand in bundles])
 
+    def is_here(self, node_id: str) -> bool:
+        return bool(node_id == ray.get_runtime_context().get_node_id())
+
     async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
         nodes = [node.id for node in await self.nodes() if node.gpus and (node_ids is None or node.id in node_ids)]
         uses = await asyncio.gather(*(self._gpu_use_of(node_id) for node_id in nodes))
@@ -184,11 +187,11 @@ class RayLauncher:
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
                     runtime_env=_front_env(spec.job_id),
                 )
-                .remote(parts.worker, {spec.policy_id: spec.token}, host, spec.job_id, spec.log_path)
+                .remote(parts.worker, {spec.policy_id: spec.token}, host, spec.job_id, spec.log_path, **self._storage())
             )
 
     def _storage(self) -> dict[str, Any]:
-        """What a worker is told of the storage, if there is one."""
+        """What a server's processes are told of the storage, if there is one."""
         url = self._settings.remote_storage
         return {"storage": {"url": url, "root": str(self._settings.runs_dir)}} if url else {}
 
@@ -410,6 +413,8 @@ class RayLauncher:
             if actor is None:
                 continue
             if graceful:
+                if which == "worker" and self._settings.remote_storage:
+                    await self._ask_to_flush(actor)
                 await self._ask_to_stop(actor)
             await self._kill(actor, on_its_way=which not in parts.pids)
         if parts.group is not None:
@@ -430,6 +435,14 @@ class RayLauncher:
             except (TimeoutError, RayError) as error:
                 logger.info("event=no_arrival actor=%s error=%s", actor, type(error).__name__)
         ray.kill(actor)
+
+    async def _ask_to_flush(self, worker: Any) -> None:
+        """The driver is gone, and its last files are only on the worker's node."""
+        try:
+            async with asyncio.timeout(self._settings.flush_s):
+                await worker.flush.remote()
+        except (TimeoutError, RayError) as error:
+            logger.warning("event=not_flushed actor=%s error=%s", worker, type(error).__name__)
 
     async def _ask_to_stop(self, actor: Any) -> None:
         try:

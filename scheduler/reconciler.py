@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,8 @@ class Reconciler:
         self._now = now
         self._models = ModelRegistry(settings)
         self._storage = open_storage(settings.remote_storage, settings.runs_dir)
+        # A storage that hangs holds up these threads alone.
+        self._copying = ThreadPoolExecutor(2, thread_name_prefix="copying")
         self._queue = QueueView(store, settings, now())
         self._steady = steady
         self._leases: dict[str, float] = {}
@@ -251,6 +254,7 @@ class Reconciler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._copying.shutdown(wait=False, cancel_futures=True)
 
     def _obey(self, decision: Decision) -> None:
         match decision:
@@ -478,15 +482,18 @@ class Reconciler:
         self._idle.pop(server_id, None)
         self._left.pop(server_id, None)
         for run_dir in (Path(self._job(job_id).run_dir) for job_id in job_ids):
-            if self._storage is not None and self._storage.covers(run_dir):
+            if self._storage is not None and self._storage.covers(run_dir) and self._launcher.is_here(server.node_id):
                 self._spawn(f"copy:{run_dir}", partial(self._copy_rest, self._storage, run_dir))
         self.wake()
 
     async def _copy_rest(self, storage: Storage, run_dir: Path) -> None:
-        """What the files of an ended job, if they are here, have grown by since its server copied them last."""
-        mirror = Mirror(storage, run_dir)
+        """What the files of a job whose last server was here have grown by since that copied them last."""
+        mirror, job_id = Mirror(storage, run_dir), run_dir.name
+        known = len(self._store.policies(job_id))
         for _ in range(COPY_TRIES):
-            if await asyncio.to_thread(mirror.sync):
+            if len(self._store.policies(job_id)) > known:
+                return  # its next server copies them, from wherever that is; what is here may be older
+            if await asyncio.get_running_loop().run_in_executor(self._copying, mirror.sync):
                 return
             await asyncio.sleep(FOLLOW_S)
         logger.error("event=not_copied run_dir=%s", run_dir)

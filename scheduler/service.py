@@ -6,10 +6,11 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from opentinker.checkpoints import parse_ref
 from opentinker.config.job import KINDS, JobConfig, RLJobConfig, parse_job
@@ -27,6 +28,7 @@ from opentinker.errors import (
 from opentinker.scheduler.auth import new_api_key, policy_token, without_details
 from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job, resolve_start, start_source
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
+from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.gpus import GpuUse
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
@@ -41,11 +43,12 @@ from opentinker.scheduler.run_files import LogSource, log_path, parse_rows, read
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.states import JobState
+from opentinker.scheduler.storage_calls import StorageCalls
 from opentinker.scheduler.store import JobStore
 from opentinker.scheduler.uploads import decode_zip, unpack
 from opentinker.scheduler.users import EVERYONE, Caller, UserDirectory
 from opentinker.scheduler.vault import Vault
-from opentinker.storage import Storage, open_storage
+from opentinker.storage import Storage, file_size, open_storage
 
 MAX_CONFIG_BYTES = 256 * 2**10
 MAX_WAIT_S = 60.0
@@ -54,7 +57,10 @@ RELEASE_WAIT_S = 15.0
 SHUTDOWN_S = 30.0
 GPU_USE_FRESH_S = 1.0
 STORAGE_S = 60.0
-"""How long a submit may wait for the storage."""
+"""How long a submit may wait for the storage; others wait for this submit."""
+READ_S = 20.0
+"""How long the storage may take to tell what is in a job's files."""
+T = TypeVar("T")
 NAME_LENGTH = 200
 """What the store has room for."""
 
@@ -79,6 +85,7 @@ class SchedulerService:
         self._now = now
         self._models = ModelRegistry(settings)
         self._storage = open_storage(settings.remote_storage, settings.runs_dir)
+        self._storage_calls = StorageCalls()
         self._submitting = asyncio.Lock()
         self._closing = False
         self.vault = Vault(store, secret, now)
@@ -104,6 +111,7 @@ class SchedulerService:
             await self._reconciler.run()
         finally:
             await self._reconciler.close()
+            self._storage_calls.close()
             self._store.close()
 
     async def ping(self) -> None:
@@ -147,8 +155,8 @@ class SchedulerService:
                 ref = parse_ref(parsed.start_from)
                 source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
                 # What the name means now is what it means for good, however often the server starts.
-                async with _storage_answers():
-                    resolved["start_from"] = str(await asyncio.to_thread(resolve_start, ref, source, parsed, self._storage))
+                resolve = partial(resolve_start, ref, source, parsed, self._storage)
+                resolved["start_from"] = str(await self._storage_calls.run(resolve, STORAGE_S))
             nodes = await self._launcher.nodes()
             demand = demand_of(parsed.resources, nodes, self._reconciler.node_types)
             await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use(nodes))
@@ -156,9 +164,11 @@ class SchedulerService:
             check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
             job_id = f"job-{secrets.token_hex(5)}"
             run_dir = self._settings.run_root / owner / job_id
-            async with _storage_answers():
-                await asyncio.to_thread(_prepare, run_dir, code, self._storage, parsed)
+            uploaded = self._storage if code else None
+            prepare, undo = partial(_prepare, run_dir, code, self._storage, parsed), partial(_discard, run_dir, uploaded)
+            await self._storage_calls.run(prepare, STORAGE_S, undo)
             if self._closing:
+                await self._drop(run_dir, uploaded)
                 raise ConflictError("the cluster is being stopped")
             now = self._now()
             job = Job(
@@ -179,14 +189,20 @@ class SchedulerService:
             try:
                 accepted = self._store.accept(job, Event(job_id, now, "submitted"))
             except Exception:
-                await asyncio.to_thread(shutil.rmtree, run_dir, ignore_errors=True)
+                await self._drop(run_dir, uploaded)
                 raise
             if accepted.id != job_id:  # another scheduler's answer to the same request
-                await asyncio.to_thread(shutil.rmtree, run_dir, ignore_errors=True)
+                await self._drop(run_dir, uploaded)
                 return self._view(_same(accepted, resolved, code))
             self._reconciler.renew_lease(job_id)
         self._reconciler.wake()
         return self._view(job)
+
+    async def _drop(self, run_dir: Path, uploaded: Storage | None) -> None:
+        """Leave nothing of a job that was not accepted; what `uploaded` has of it goes when the storage gets to it."""
+        await asyncio.to_thread(shutil.rmtree, run_dir, ignore_errors=True)
+        if uploaded is not None:
+            self._storage_calls.later(partial(uploaded.remove_folder, run_dir))
 
     async def jobs(self, owner: str, query: JobQuery = FIRST_PAGE) -> dict[str, Any]:
         """{"jobs", "next"}: a page, newest first, without tokens; `next` is the cursor of the page after it, or None.
@@ -265,22 +281,43 @@ class SchedulerService:
     async def logs(self, owner: str, job_id: str, offset: int = 0, source: LogSource | None = None) -> dict[str, Any]:
         """{"text", "offset", "finished"}: a log of the job from a byte offset on; by default what `log_path` finds."""
         job = self._owned(owner, job_id)
-        run_dir, ended, storage = Path(job.run_dir), job.state.ended, self._storage
-        path = await asyncio.to_thread(log_path, run_dir, source, has_driver=_driven(job), ended=ended, storage=storage)
-        data, offset, at_end = await asyncio.to_thread(read_lines, path, offset, complete=self._quiet(job), storage=storage)
+        run_dir = Path(job.run_dir)
+        here = self._all_here(job)
+        find = partial(log_path, run_dir, source, has_driver=_driven(job), ended=job.state.ended, all_here=here)
+        told = source is not None or not _driven(job) or not job.state.ended  # then no file has to be looked for
+        path = await (asyncio.to_thread(find) if told else self._reading(job, run_dir / LOG_NAME, find))
+        data, offset, at_end = await self._lines(job, path, offset)
         return {"text": data.decode(errors="replace"), "offset": offset, "finished": at_end and self._quiet(job)}
 
     async def metrics(self, owner: str, job_id: str, after: int = 0) -> dict[str, Any]:
         """{"rows", "next", "finished"}: rows of metrics.jsonl from a byte offset on."""
         job = self._owned(owner, job_id)
-        data, offset, at_end = await asyncio.to_thread(
-            read_lines, Path(job.run_dir) / "metrics.jsonl", after, complete=self._quiet(job), storage=self._storage
-        )
+        data, offset, at_end = await self._lines(job, Path(job.run_dir) / "metrics.jsonl", after)
         return {"rows": parse_rows(data), "next": offset, "finished": at_end and self._quiet(job)}
 
     async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]:
         """The job's whole checkpoints, newest first; see `checkpoint_views`."""
-        return await asyncio.to_thread(checkpoint_views, self._owned(owner, job_id), self._storage)
+        job = self._owned(owner, job_id)
+        if self._storage is None:
+            return await asyncio.to_thread(checkpoint_views, job, None)
+        return await self._storage_calls.run(partial(checkpoint_views, job, self._storage), READ_S)
+
+    async def _lines(self, job: Job, path: Path, offset: int) -> tuple[bytes, int, bool]:
+        read = partial(read_lines, path, offset, complete=self._quiet(job), all_here=self._all_here(job))
+        return await self._reading(job, path, read)
+
+    async def _reading(self, job: Job, path: Path, read: Callable[..., T]) -> T:
+        """What `read` finds in a file of the job. It is given the storage only where that can know more than this node."""
+        if self._storage is None or (self._all_here(job) and (not job.state.ended or file_size(path) >= 0)):
+            return await asyncio.to_thread(read)
+        return await self._storage_calls.run(partial(read, storage=self._storage), READ_S)
+
+    def _all_here(self, job: Job) -> bool:
+        """Whether everything that ever ran for the job ran on the scheduler's node."""
+        if self._storage is None:
+            return True
+        servers = [self._store.server(policy.server_id) for policy in self._store.policies(job.id)]
+        return all(server is None or self._launcher.is_here(server.node_id) for server in servers)
 
     async def models(self) -> list[dict[str, Any]]:
         """The models that jobs can name, by name; see `ModelRegistry.listing`."""
@@ -440,16 +477,6 @@ def _driven(job: Job) -> bool:
     return KINDS[job.kind].driven
 
 
-@asynccontextmanager
-async def _storage_answers() -> AsyncIterator[None]:
-    """Raises: UnavailableError when it takes too long; others wait for this submit."""
-    try:
-        async with asyncio.timeout(STORAGE_S):
-            yield
-    except TimeoutError as error:
-        raise UnavailableError(f"the storage did not answer within {STORAGE_S:g} s; nothing was accepted") from error
-
-
 def _check_size(config: dict[str, Any]) -> None:
     try:
         size = len(json.dumps(config, ensure_ascii=False).encode())
@@ -501,8 +528,20 @@ def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None
         try:
             unpack(content, run_dir / "code")
             requirements_of(config, run_dir / "code")
-            if storage is not None:  # for a driver on another node
-                storage.put_folder(run_dir / "code")
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise
+    if content is not None and storage is not None:  # for a driver on another node
+        try:
+            storage.put_folder(run_dir / "code")
+        except BaseException:
+            with suppress(UnavailableError):
+                _discard(run_dir, storage)
+            raise
+
+
+def _discard(run_dir: Path, storage: Storage | None) -> None:
+    """Remove what `_prepare` made for a job that was not accepted; `storage` has its code."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    if storage is not None:
+        storage.remove_folder(run_dir)

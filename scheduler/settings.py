@@ -120,6 +120,8 @@ class Settings(Config):
     """Longest installation of what a submitted environment requires."""
     graceful_stop_s: Seconds = 3.0
     """How long a server may take to stop by itself before its processes are killed."""
+    flush_s: Seconds = 60.0
+    """With a `storage_url` that is a URL: how long a server that stops may take before that to copy the job's last files."""
     arrival_timeout_s: Seconds = 10.0
     """How long a stop waits for a process that is just being started, to kill it rather than miss it."""
     kill_after_s: Seconds = 1.0

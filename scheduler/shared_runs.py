@@ -1,16 +1,30 @@
-"""Every node has to see the cluster's runs folder, at the same path: what jobs write there, others read."""
+"""Every node has to see the cluster's runs folder, at the same path: what jobs write there, others read; unless
+a storage behind a URL has it all."""
 
 import json
 import secrets
 from pathlib import Path
 
 from opentinker.errors import ConfigError
+from opentinker.scheduler.settings import Settings
 
 KEY = b"runs"
 KV_NAMESPACE = b"opentinker"
 """Where the head leaves the record for nodes that join: Ray's internal key-value store."""
 MARKER = ".cluster"
 """A file in the runs folder with a number that only this cluster has."""
+
+
+def record_of(settings: Settings) -> bytes | None:
+    """What nodes that join have to find; None with a storage behind a URL: then each has a folder of its own.
+
+    Raises:
+        ConfigError: the folder of all runs cannot be made or written.
+    """
+    if settings.remote_storage:
+        _make(settings.run_root)
+        return None
+    return mark(settings.run_root)
 
 
 def mark(runs_dir: Path) -> bytes:
@@ -20,12 +34,17 @@ def mark(runs_dir: Path) -> bytes:
         ConfigError: the folder cannot be made or written.
     """
     number = secrets.token_hex(16)
+    _make(runs_dir, number)
+    return json.dumps({"path": str(runs_dir), "number": number}).encode()
+
+
+def _make(runs_dir: Path, number: str = "") -> None:
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
-        (runs_dir / MARKER).write_text(number)
+        if number:
+            (runs_dir / MARKER).write_text(number)
     except OSError as error:
         raise ConfigError(f"cannot write the runs folder {runs_dir}: {error.strerror}") from error
-    return json.dumps({"path": str(runs_dir), "number": number}).encode()
 
 
 def check(record: bytes) -> None:
@@ -39,5 +58,6 @@ def check(record: bytes) -> None:
     if seen != told["number"]:
         raise ConfigError(
             f"the cluster's jobs write to {path}, which on this machine is not the cluster's folder",
-            hint="share that folder between the machines, at the same path (such as with NFS; docs/deploy.md)",
+            hint="share that folder between the machines, at the same path (such as with NFS; docs/deploy.md), or give the "
+            "cluster a storage_url that is a URL (docs/storage.md)",
         )

@@ -19,6 +19,7 @@ from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group
 from opentinker.server.front import Front, create_app
 from opentinker.server.listener import Listener
+from opentinker.server.moved import bring_log, bring_run
 from opentinker.server.operations import Operation
 from opentinker.server.protocol import Completion, Work
 from opentinker.storage import Mirror, Storage, open_storage
@@ -42,6 +43,7 @@ class WorkerProcess:
         """`config` holds the fields of `ServerConfig`; `lora` those of `LoraConfig` if the policy will be an adapter. What this
         process prints and logs is appended to `log_path`. `storage`, {"url", "root"}, is where the job's files are copied."""
         own_process_group()
+        self._no_log = bring_log(storage, Path(log_path))
         write_to(Path(log_path), job=job_id, process="worker")
         self._config = parse_config(ServerConfig, config)
         self._lora = None if lora is None else parse_config(LoraConfig, lora)
@@ -84,9 +86,10 @@ class WorkerProcess:
         return server_info(model_dir, self._config, parts) | {"pid": os.getpid(), "seconds": time.monotonic() - started}
 
     def _follow(self, storage: Storage) -> None:
-        """Bring the job's code here, where its driver will look for it, and copy from now on what its processes write."""
-        if not (self._run_dir / "code").exists():
-            storage.fetch_folder(self._run_dir / "code")
+        """Bring here what the job left there, for its driver to find, and copy from now on what its processes write."""
+        if self._no_log is not None:
+            raise self._no_log  # the log that began here would be copied over the longer one
+        bring_run(storage, self._run_dir)
         self._mirror = Mirror(storage, self._run_dir)
         self._mirror.start()
 
@@ -100,20 +103,37 @@ class WorkerProcess:
     def describe(self) -> dict[str, Any]:
         return {"pid": os.getpid()}
 
+    def flush(self) -> None:
+        """Copy to the storage what is not there yet of the job's files, of which its driver has written the last."""
+        if self._mirror is not None:
+            self._mirror.sync()
+
     def stop(self) -> None:
         """End the compute thread. A worker that is still loading has none to end in order: kill its process."""
-        if self._loaded.is_set():
-            self._worker.stop()
-        if self._mirror is not None:
-            self._mirror.close()
+        try:
+            if self._loaded.is_set():
+                self._worker.stop()
+        finally:
+            if self._mirror is not None:
+                self._mirror.close()
 
 
 class FrontProcess:
     """The HTTP front of one worker. An async actor: all methods share one event loop with the HTTP server."""
 
-    def __init__(self, worker_handle: Any, tokens: Mapping[str, str], host: str, job_id: str, log_path: str) -> None:
-        """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token; `log_path` as the worker's."""
+    def __init__(
+        self,
+        worker_handle: Any,
+        tokens: Mapping[str, str],
+        host: str,
+        job_id: str,
+        log_path: str,
+        storage: Mapping[str, str] | None = None,
+    ) -> None:
+        """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token; `log_path` and `storage` as the
+        worker's."""
         own_process_group()
+        bring_log(storage, Path(log_path))  # the worker tells if it could not be brought
         write_to(Path(log_path), job=job_id, process="front")
         app = create_app(RayWorker(worker_handle), tokens)
         self._front: Front = app.state.front

@@ -40,6 +40,8 @@ class LocalLauncher:
 
     def __init__(self) -> None:
         self.cluster = [Node("n1", "here", gpus=0, cpu_slots=1)]
+        self.here = "n1"
+        """The scheduler's own node."""
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.servers: dict[str, ServerSpec] = {}
@@ -65,6 +67,9 @@ class LocalLauncher:
 
     async def request_nodes(self, bundles: Sequence[Demand]) -> None:
         self.requested.append(tuple(bundles))
+
+    def is_here(self, node_id: str) -> bool:
+        return node_id == self.here
 
     async def gpu_use(self, node_ids: Collection[str] | None = None) -> dict[str, list[GpuUse]]:
         self.asked_for_use.append(node_ids)

@@ -13,6 +13,7 @@ from opentinker.errors import ConfigError, UnavailableError
 from opentinker.scheduler import joining, shared_runs
 from opentinker.scheduler.joining import Address, JoinedNode, Offer
 from opentinker.scheduler.ray_daemons import is_loopback, node_ip
+from opentinker.scheduler.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,18 @@ def test_the_runs_folder_has_to_be_the_clusters_own(tmp_path: Path) -> None:
     shared_runs.mark(tmp_path / "runs")  # a folder of that name, of another cluster
     with pytest.raises(ConfigError, match="share that folder"):
         shared_runs.check(record)
+
+
+def test_nodes_look_for_the_folder_where_the_jobs_write_if_they_share_one(tmp_path: Path) -> None:
+    fields = {"state_dir": tmp_path, "runs_dir": tmp_path / "runs"}
+    for settings in (Settings(**fields), Settings(**fields, storage_url=str(tmp_path / "shared"))):
+        record = shared_runs.record_of(settings)
+        assert record is not None
+        assert (settings.run_root / shared_runs.MARKER).exists()
+        shared_runs.check(record)
+    apart = Settings(state_dir=tmp_path, runs_dir=tmp_path / "own", storage_url="s3://bucket/ot")
+    assert shared_runs.record_of(apart) is None
+    assert list((tmp_path / "own").iterdir()) == []
 
 
 def test_a_runs_folder_that_cannot_be_made_is_a_mistake_of_the_operators(tmp_path: Path) -> None:

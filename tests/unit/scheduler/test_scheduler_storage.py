@@ -4,7 +4,9 @@ import base64
 import hashlib
 import io
 import json
+import os
 import shutil
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 
 from opentinker.config.base import parse_config
-from opentinker.errors import ConfigError, UnavailableError
+from opentinker.errors import ConfigError, ConflictError, StorageError, UnavailableError
+from opentinker.scheduler import service as service_module
+from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.settings import Settings
 from opentinker.storage import Storage
@@ -104,3 +108,151 @@ async def test_without_its_storage_the_scheduler_still_runs_what_is_here(stored:
     assert sorted(stored.settings.runs_dir.glob("*/*")) == runs
     await stored.service.complete("admin", job["id"])
     await stored.until_free(1)
+
+
+def files(folder: Path) -> list[Path]:
+    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]  # some may be going
+
+
+async def lose(stored: Any, job: dict[str, Any]) -> None:
+    await stored.until(lambda: job["id"] in stored.launcher.ends)
+    stored.launcher.ends[job["id"]].set_result(DriverOutcome("the driver process died", lost=True))
+
+
+async def copied(stored: Any) -> None:
+    await stored.until(lambda: not any(name.startswith("copy:") for name in stored.service._reconciler._tasks))
+
+
+async def test_what_a_jobs_first_node_has_is_older_than_what_its_second_one_copied(stored: Any) -> None:
+    launcher, service = stored.launcher, stored.service
+    job = await stored.reach(await stored.rl(max_restarts=1), "RUNNING")
+    run_dir = Path(job["run_dir"])
+    log = run_dir / "driver.log"
+    log.write_text("one\n")
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    launcher.cluster = [Node("n2", "elsewhere", gpus=0, cpu_slots=1)]
+    await lose(stored, job)
+    await stored.until(lambda: any(spec.node_id == "n2" for spec in launcher.servers.values()))
+    await copied(stored)
+    storage = Storage(stored.settings.storage_url, stored.settings.runs_dir)
+    assert storage.read(log) == b"one\n"
+    assert (await service.logs("admin", job["id"]))["text"] == "one\n"
+    # As the other node's server copies them, before whose eyes this node's folder is not.
+    there = Storage(stored.settings.storage_url, stored.settings.runs_dir.with_name("n2"))
+    other = there.root / run_dir.relative_to(storage.root)
+    other.mkdir(parents=True)
+    (other / "driver.log").write_text("one\ntwo\n")
+    (other / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    for name in ("driver.log", "metrics.jsonl"):
+        there.put(other / name)
+    assert (await service.logs("admin", job["id"], 4))["text"] == "two\n"
+    await stored.until(lambda: job["id"] in launcher.ends)
+    launcher.ends[job["id"]].set_result(DriverOutcome(""))
+    await stored.reach(await service.job("admin", job["id"]), "COMPLETED")
+    await stored.until_free(1)
+    await copied(stored)
+    assert storage.read(log) == b"one\ntwo\n"
+    assert [row["step"] for row in (await service.metrics("admin", job["id"]))["rows"]] == [1, 2]
+    logs = await service.logs("admin", job["id"])
+    assert (logs["text"], logs["finished"]) == ("one\ntwo\n", True)
+
+
+async def test_copying_an_earlier_server_s_files_ends_when_the_next_one_copies(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.scheduler.reconciler.FOLLOW_S", 0.01)
+    monkeypatch.setattr("opentinker.scheduler.reconciler.COPY_TRIES", 10**6)
+    remote = tmp_path / "remote"
+    remote.write_text("a file where the folder should be")
+    job = await stored.reach(await stored.rl(max_restarts=1), "RUNNING")
+    log = Path(job["run_dir"]) / "driver.log"
+    log.write_text("one\n")
+    stored.launcher.cluster = []
+    await lose(stored, job)
+    await stored.until(lambda: any(name.startswith("copy:") for name in stored.service._reconciler._tasks))
+    await stored.settle()
+    stored.launcher.cluster = [Node("n2", "elsewhere", gpus=0, cpu_slots=1)]
+    await copied(stored)
+    remote.unlink()
+    await stored.settle()
+    assert not Storage(stored.settings.storage_url, stored.settings.runs_dir).exists(log)
+
+
+@pytest.fixture
+def hanging(stored: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The storage hangs until this is set."""
+    answers = threading.Event()
+    storage = stored.service._storage
+
+    def waiting(real: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            answers.wait()
+            return real(*arguments, **named)
+
+        return call
+
+    for method in ("_put", "read", "size", "checkpoints"):
+        monkeypatch.setattr(storage, method, waiting(getattr(storage, method)))
+    monkeypatch.setattr(service_module, "READ_S", 0.1)
+    monkeypatch.setattr(service_module, "STORAGE_S", 0.1)
+    yield answers
+    answers.set()
+
+
+async def test_a_storage_that_hangs_is_said_and_what_is_here_is_still_read(stored: Any, hanging: threading.Event) -> None:
+    service = stored.service
+    job = await stored.reach(await stored.interactive(), "RUNNING")
+    (Path(job["run_dir"]) / "server.log").write_text("it works\n")
+    for _ in range(20):
+        with pytest.raises(UnavailableError, match=r"the storage did not answer within 0\.1 s"):
+            await service.checkpoints("admin", job["id"])
+    assert (await service.logs("admin", job["id"]))["text"] == "it works\n"
+    await service.complete("admin", job["id"])
+    assert (await service.logs("admin", job["id"]))["text"] == "it works\n"
+    shutil.rmtree(job["run_dir"])
+    with pytest.raises(UnavailableError, match="did not answer"):
+        await service.logs("admin", job["id"])
+
+
+async def test_a_submit_that_the_storage_kept_too_long_leaves_nothing_behind(
+    stored: Any, hanging: threading.Event, tmp_path: Path
+) -> None:
+    with pytest.raises(UnavailableError, match="did not answer"):
+        await stored.interactive(code=code())
+    assert (await stored.service.jobs("admin"))["jobs"] == []
+    assert files(stored.settings.runs_dir)
+    hanging.set()
+    await stored.until(lambda: not list(stored.settings.runs_dir.glob("*/*")) and not files(tmp_path / "remote"))
+    await stored.interactive(code=code())
+
+
+@pytest.mark.parametrize("why", ["disk", "closing"])
+async def test_a_job_that_is_refused_at_last_leaves_nothing_behind(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    def full(*_: Any) -> None:
+        assert files(tmp_path / "remote")
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(stored.store, "accept", full)
+    monkeypatch.setattr(stored.service, "_closing", why == "closing")
+    with pytest.raises(StorageError if why == "disk" else ConflictError):
+        await stored.interactive(code=code())
+    assert list(stored.settings.runs_dir.glob("*/*")) == []
+    await stored.until(lambda: not files(tmp_path / "remote"))
+
+
+async def test_an_upload_that_fails_halfway_leaves_nothing_behind(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = stored.service._storage
+    put = storage._put
+
+    def fails(path: Path) -> None:
+        put(path)
+        raise ConnectionResetError("the line is dead")
+
+    monkeypatch.setattr(storage, "_put", fails)
+    with pytest.raises(UnavailableError, match="the line is dead"):
+        await stored.interactive(code=code())
+    assert files(tmp_path / "remote") == list(stored.settings.runs_dir.glob("*/*")) == []
