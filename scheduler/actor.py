@@ -16,7 +16,8 @@ from opentinker.config.base import parse_config
 from opentinker.errors import DeadlineError, OpenTinkerError, UnavailableError
 from opentinker.scheduler.auth import new_server_secret
 from opentinker.scheduler.listing import JobQuery
-from opentinker.scheduler.ray_launcher import NAMESPACE, RayLauncher
+from opentinker.scheduler.ray_launcher import RayLauncher
+from opentinker.scheduler.ray_tools import NAMESPACE
 from opentinker.scheduler.run_files import LogSource
 from opentinker.scheduler.service import MAX_WAIT_S, SchedulerService
 from opentinker.scheduler.settings import Settings

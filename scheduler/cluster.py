@@ -34,7 +34,7 @@ from opentinker.scheduler.ray_daemons import (
     node_ip,
     within_loopback,
 )
-from opentinker.scheduler.ray_launcher import CPU_SLOT, NAMESPACE
+from opentinker.scheduler.ray_tools import CPU_SLOT, NAMESPACE
 from opentinker.scheduler.service import SHUTDOWN_S
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.shared_runs import KEY, KV_NAMESPACE, record_of

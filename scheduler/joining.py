@@ -35,7 +35,7 @@ from opentinker.scheduler.ray_daemons import (
     is_loopback,
     within_loopback,
 )
-from opentinker.scheduler.ray_launcher import CPU_SLOT
+from opentinker.scheduler.ray_tools import CPU_SLOT
 from opentinker.scheduler.shared_runs import KEY, KV_NAMESPACE, check
 
 NODE_VARIABLE = "OPENTINKER_NODE"

@@ -24,7 +24,6 @@ CALLS = (
     "drive",
     "stop_driver",
     "stop_server",
-    "_kill",
     "_ask_to_stop",
     "_clear",
     "save",
