@@ -1,68 +1,51 @@
 """What users can ask of the scheduler. Every question about a job checks that it is theirs."""
 
 import asyncio
-import json
-import math
-import secrets
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from opentinker.checkpoints import parse_ref
-from opentinker.config.job import KINDS, JobConfig, RLJobConfig, parse_job
+from opentinker.config.job import KINDS, parse_job
 from opentinker.errors import (
-    ConfigError,
     ConflictError,
     InvalidRequestError,
     JobFailedError,
     NotFoundError,
     OpenTinkerError,
     ServerLostError,
-    TooLargeError,
     UnavailableError,
 )
 from opentinker.scheduler.auth import new_api_key, policy_token, without_details
-from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job, resolve_start, start_source
+from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.driver import LOG_NAME
-from opentinker.scheduler.gpus import GpuUse
-from opentinker.scheduler.imports import load
+from opentinker.scheduler.gpu_use import GpuUseReader
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
 from opentinker.scheduler.model_registry import ModelRegistry
-from opentinker.scheduler.packages import requirements_of
-from opentinker.scheduler.placement import Allocation, Demand, Node, demand_of, free_on
-from opentinker.scheduler.quotas import check_quota
+from opentinker.scheduler.placement import Allocation, Demand, free_on
 from opentinker.scheduler.reconciler import Reconciler
-from opentinker.scheduler.records import Event, Job, Policy, Server
+from opentinker.scheduler.records import Job, Policy, Server
 from opentinker.scheduler.run_files import LogSource, log_path, parse_rows, read_lines
 from opentinker.scheduler.settings import Settings
 from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.states import JobState
 from opentinker.scheduler.storage_calls import StorageCalls
 from opentinker.scheduler.store import JobStore
-from opentinker.scheduler.uploads import decode_zip, unpack
+from opentinker.scheduler.submission import Submissions, secrets_named
 from opentinker.scheduler.users import EVERYONE, Caller, UserDirectory
 from opentinker.scheduler.vault import Vault
-from opentinker.storage import Storage, file_size, open_storage
+from opentinker.storage import file_size, open_storage
 
-MAX_CONFIG_BYTES = 256 * 2**10
 MAX_WAIT_S = 60.0
 RELEASE_WAIT_S = 15.0
 """How long `cancel` and `complete` wait for the job's processes to be gone before they answer."""
 SHUTDOWN_S = 30.0
-GPU_USE_FRESH_S = 1.0
-STORAGE_S = 60.0
-"""How long a submit may wait for the storage; others wait for this submit."""
 READ_S = 20.0
 """How long the storage may take to tell what is in a job's files."""
 T = TypeVar("T")
-NAME_LENGTH = 200
-"""What the store has room for."""
 
 
 class SchedulerService:
@@ -86,16 +69,24 @@ class SchedulerService:
         self._models = ModelRegistry(settings)
         self._storage = open_storage(settings.remote_storage, settings.runs_dir)
         self._storage_calls = StorageCalls()
-        self._submitting = asyncio.Lock()
-        self._closing = False
         self.vault = Vault(store, secret, now)
         self._reconciler = Reconciler(
             store, launcher, settings, lambda policy_id: policy_token(secret, policy_id), now, steady, self._secrets_of
         )
         self.users = UserDirectory(store, secret, now, steady)
-        self._reading_gpus = asyncio.Lock()
-        self._gpu_use_read: dict[str, list[GpuUse]] = {}
-        self._gpu_use_until = -math.inf
+        self._gpu_use = GpuUseReader(store, launcher, settings)
+        self._submissions = Submissions(
+            settings,
+            store,
+            launcher,
+            self._models,
+            self._storage,
+            self._storage_calls,
+            self.vault,
+            self._reconciler,
+            self._gpu_use,
+            now,
+        )
 
     def create_key(self) -> None:
         """Make sure that the key in the state folder's file is valid, whichever of file and store is new."""
@@ -141,68 +132,11 @@ class SchedulerService:
             InvalidRequestError: the code is damaged, too large or unsafe.
             ConflictError: the key was used for another config, or the cluster is being stopped.
         """
-        # One at a time, so that a retry that overtakes its first attempt still finds it.
-        async with self._submitting:
-            _check_size(config)
-            parsed = parse_job(config)
-            resolved = parsed.model_dump(mode="json")
-            if idempotency_key is not None:
-                earlier = self._store.job_by_key(owner, idempotency_key)
-                if earlier is not None:
-                    return self._view(_same(earlier, resolved, code))
-            await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
-            if parsed.start_from:
-                ref = parse_ref(parsed.start_from)
-                source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
-                # What the name means now is what it means for good, however often the server starts.
-                resolve = partial(resolve_start, ref, source, parsed, self._storage)
-                resolved["start_from"] = str(await self._storage_calls.run(resolve, STORAGE_S))
-            nodes = await self._launcher.nodes()
-            demand = demand_of(parsed.resources, nodes, self._reconciler.node_types)
-            await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use(nodes))
-            self.vault.check(owner, _secrets_named(parsed).values())
-            check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
-            job_id = f"job-{secrets.token_hex(5)}"
-            run_dir = self._settings.run_root / owner / job_id
-            uploaded = self._storage if code else None
-            prepare, undo = partial(_prepare, run_dir, code, self._storage, parsed), partial(_discard, run_dir, uploaded)
-            await self._storage_calls.run(prepare, STORAGE_S, undo)
-            if self._closing:
-                await self._drop(run_dir, uploaded)
-                raise ConflictError("the cluster is being stopped")
-            now = self._now()
-            job = Job(
-                id=job_id,
-                owner=owner,
-                name=(parsed.name or parsed.default_name())[:NAME_LENGTH],
-                kind=parsed.kind,
-                state=JobState.QUEUED,
-                config=resolved,
-                run_dir=str(run_dir),
-                gpus=demand.gpus,
-                cpu_slots=demand.cpu_slots,
-                created_at=now,
-                lease_expires_at=now + self._settings.lease_s if parsed.leased else None,
-                idempotency_key=idempotency_key,
-                code_sha256=code["sha256"].lower() if code else None,
-            )
-            try:
-                accepted = self._store.accept(job, Event(job_id, now, "submitted"))
-            except Exception:
-                await self._drop(run_dir, uploaded)
-                raise
-            if accepted.id != job_id:  # another scheduler's answer to the same request
-                await self._drop(run_dir, uploaded)
-                return self._view(_same(accepted, resolved, code))
-            self._reconciler.renew_lease(job_id)
+        job = await self._submissions.accept(owner, config, idempotency_key, code, may_name)
+        if not job.state.ended:
+            self._reconciler.renew_lease(job.id)
         self._reconciler.wake()
         return self._view(job)
-
-    async def _drop(self, run_dir: Path, uploaded: Storage | None) -> None:
-        """Leave nothing of a job that was not accepted; what `uploaded` has of it goes when the storage gets to it."""
-        await asyncio.to_thread(shutil.rmtree, run_dir, ignore_errors=True)
-        if uploaded is not None:
-            self._storage_calls.later(partial(uploaded.remove_folder, run_dir))
 
     async def jobs(self, owner: str, query: JobQuery = FIRST_PAGE) -> dict[str, Any]:
         """{"jobs", "next"}: a page, newest first, without tokens; `next` is the cursor of the page after it, or None.
@@ -326,7 +260,7 @@ class SchedulerService:
     async def cluster(self, owner: str) -> dict[str, Any]:
         """See `cluster_view`. Of others' jobs only administrators see more than the owner and the amounts."""
         nodes = await self._launcher.nodes()
-        use = await self._gpu_use(nodes)
+        use = await self._gpu_use.read(nodes)
         servers = self._store.open_servers()
         queue = self._store.jobs(None, JobQuery(state=[JobState.QUEUED], limit=QUEUE_SHOWN), oldest_first=True)
         held = [(server, [job for p in policies if (job := self._store.job(p.job_id))]) for server, policies in servers]
@@ -345,7 +279,7 @@ class SchedulerService:
     async def exposition(self) -> str:
         """The scheduler's figures for Prometheus."""
         nodes = await self._launcher.nodes()
-        use = await self._gpu_use(nodes)
+        use = await self._gpu_use.read(nodes)
         held = [Allocation(s.node_id, Demand(s.gpus, s.cpu_slots)) for s, _ in self._store.open_servers()]
         return self._reconciler.metrics.exposition(self._store.counts(), nodes, free_on(nodes, held), use)
 
@@ -390,7 +324,7 @@ class SchedulerService:
 
     async def shutdown(self) -> bool:
         """Cancel all jobs and wait for their processes to be gone; whether they are."""
-        self._closing = True
+        self._submissions.closed = True
         for job in self._store.live_jobs():
             self._reconciler.end(job, JobState.CANCELLED, "the cluster was stopped")
         clock = asyncio.get_running_loop().time
@@ -412,21 +346,9 @@ class SchedulerService:
             await self._reconciler.wait_change(left)
         return self._view(self._owned(owner, job_id))
 
-    async def _gpu_use(self, nodes: Sequence[Node]) -> dict[str, list[GpuUse]]:
-        """Read at most once a second, however many ask."""
-        if not any(node.gpus for node in nodes):
-            return {}
-        async with self._reading_gpus:
-            if time.monotonic() >= self._gpu_use_until:
-                # To Ray a node that is asked is a node at work: the autoscaler would never see an idle one.
-                used = {s.node_id for s, _ in self._store.open_servers()} if self._settings.autoscale else None
-                self._gpu_use_read = await self._launcher.gpu_use(used)
-                self._gpu_use_until = time.monotonic() + GPU_USE_FRESH_S
-            return self._gpu_use_read
-
     def _secrets_of(self, job: Job) -> dict[str, tuple[str, str]]:
         """What the job's driver is given. Raises: ConfigError, see `Vault.values`."""
-        return self.vault.values(job.owner, _secrets_named(parse_job(job.config)))
+        return self.vault.values(job.owner, secrets_named(parse_job(job.config)))
 
     def _owned(self, owner: str, job_id: str) -> Job:
         job = self._store.job(job_id)
@@ -477,18 +399,6 @@ def _driven(job: Job) -> bool:
     return KINDS[job.kind].driven
 
 
-def _check_size(config: dict[str, Any]) -> None:
-    try:
-        size = len(json.dumps(config, ensure_ascii=False).encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError("the config holds a text that is not Unicode") from error
-    if size > MAX_CONFIG_BYTES:
-        raise TooLargeError(
-            f"the config has {size >> 10} KiB, more than {MAX_CONFIG_BYTES >> 10} KiB",
-            hint="data belongs into the environment's folder or a dataset, not into the config",
-        )
-
-
 def _server_view(server: Server, policy: Policy) -> dict[str, Any]:
     return {
         "id": server.id,
@@ -501,47 +411,3 @@ def _server_view(server: Server, policy: Policy) -> dict[str, Any]:
         "gpus": server.gpus,
         "cpu_slots": server.cpu_slots,
     }
-
-
-def _secrets_named(config: JobConfig) -> dict[str, str]:
-    return config.environment.secrets if isinstance(config, RLJobConfig) else {}
-
-
-def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:
-    """Raises: ConflictError when a repeated idempotency key comes with another job."""
-    given, meant = config.get("start_from"), earlier.config.get("start_from")
-    if given and meant and parse_ref(given).may_mean(parse_ref(meant)):
-        config = {**config, "start_from": meant}
-    if (earlier.config, earlier.code_sha256) != (config, code["sha256"].lower() if code else None):
-        raise ConflictError("this idempotency key was used for another job", hint="use a new key for each job")
-    return earlier
-
-
-def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None, config: JobConfig) -> None:
-    """Make the job's folder, with its code in it. Nothing is left of it when the code is refused, or what it requires."""
-    content = decode_zip(code["zip"], code["sha256"]) if code else None
-    try:
-        run_dir.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"cannot create the run's folder {run_dir}: {error.strerror}") from error
-    if content is not None:
-        try:
-            unpack(content, run_dir / "code")
-            requirements_of(config, run_dir / "code")
-        except BaseException:
-            shutil.rmtree(run_dir, ignore_errors=True)
-            raise
-    if content is not None and storage is not None:  # for a driver on another node
-        try:
-            storage.put_folder(run_dir / "code")
-        except BaseException:
-            with suppress(UnavailableError):
-                _discard(run_dir, storage)
-            raise
-
-
-def _discard(run_dir: Path, storage: Storage | None) -> None:
-    """Remove what `_prepare` made for a job that was not accepted; `storage` has its code."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    if storage is not None:
-        storage.remove_folder(run_dir)

@@ -214,7 +214,7 @@ class World:
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     # The service loads its model check by import path; this conftest is not importable by one.
-    monkeypatch.setattr("opentinker.scheduler.service.load", lambda path: check_model)
+    monkeypatch.setattr("opentinker.scheduler.submission.load", lambda path: check_model)
     world = World(tmp_path)
     world.boot()
     yield world

@@ -163,7 +163,7 @@ async def test_looking_at_the_cluster_keeps_no_idle_node_from_going(growing: Any
     await growing.service.cluster("admin")
     assert growing.launcher.asked_for_use == [set()]
     job = await growing.reach(await growing.interactive(resources={"gpus": 8}), "RUNNING")
-    growing.service._gpu_use_until = 0.0
+    growing.service._gpu_use._until = 0.0
     await growing.service.cluster("admin")
     (server,) = growing.launcher.servers.values()
     assert (server.job_id, growing.launcher.asked_for_use[-1]) == (job["id"], {server.node_id})

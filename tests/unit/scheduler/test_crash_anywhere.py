@@ -231,7 +231,7 @@ async def story(folder: Path, fuse: Fuse) -> Site:
 
 @pytest.fixture(autouse=True)
 def _no_model_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentinker.scheduler.service.load", lambda path: lambda name: None)
+    monkeypatch.setattr("opentinker.scheduler.submission.load", lambda path: lambda name: None)
 
 
 async def test_a_crash_at_any_call_loses_nothing_doubles_nothing_and_leaves_nothing(tmp_path: Path) -> None:

@@ -125,8 +125,8 @@ async def test_a_model_that_no_gpu_here_can_hold_is_refused_at_submit(world: Any
     big: dict[str, Any] = {"kind": "interactive", "base_model": "big", "resources": {"gpus": 1}}
     assert (await world.service.submit("admin", big))["state"] == "QUEUED"  # nobody knows how large the GPUs are
     world.launcher.use = {"n1": [GpuUse(i, "a GPU", 0.0, 0, 80 * 2**30) for i in range(2)]}
-    await world.service._gpu_use(world.launcher.cluster)
-    world.service._gpu_use_until = 0.0
+    await world.service._gpu_use.read(world.launcher.cluster)
+    world.service._gpu_use._until = 0.0
     with pytest.raises(ConfigError, match=r"7,000,000,000 parameters, which need 130 GiB at least; 1 GPU .* have 80 GiB"):
         await world.service.submit("admin", big)
     for fits in ({"lora": {"rank": 4}}, {"resources": {"gpus": 2}}):

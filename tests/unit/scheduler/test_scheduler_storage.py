@@ -16,6 +16,7 @@ import pytest
 from opentinker.config.base import parse_config
 from opentinker.errors import ConfigError, ConflictError, StorageError, UnavailableError
 from opentinker.scheduler import service as service_module
+from opentinker.scheduler import submission as submission_module
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.settings import Settings
@@ -194,7 +195,7 @@ def hanging(stored: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     for method in ("_put", "read", "size", "checkpoints"):
         monkeypatch.setattr(storage, method, waiting(getattr(storage, method)))
     monkeypatch.setattr(service_module, "READ_S", 0.1)
-    monkeypatch.setattr(service_module, "STORAGE_S", 0.1)
+    monkeypatch.setattr(submission_module, "STORAGE_S", 0.1)
     yield answers
     answers.set()
 
@@ -235,7 +236,7 @@ async def test_a_job_that_is_refused_at_last_leaves_nothing_behind(
         raise StorageError("the disk is full")
 
     monkeypatch.setattr(stored.store, "accept", full)
-    monkeypatch.setattr(stored.service, "_closing", why == "closing")
+    monkeypatch.setattr(stored.service._submissions, "closed", why == "closing")
     with pytest.raises(StorageError if why == "disk" else ConflictError):
         await stored.interactive(code=code())
     assert list(stored.settings.runs_dir.glob("*/*")) == []

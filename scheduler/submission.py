@@ -1,0 +1,194 @@
+"""What becomes of a submit: what can be wrong with a job is said here, and nothing is left of one that is refused."""
+
+import asyncio
+import json
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from opentinker.checkpoints import parse_ref
+from opentinker.config.job import JobConfig, RLJobConfig, parse_job
+from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, TooLargeError, UnavailableError
+from opentinker.scheduler.checkpoint_views import resolve_start, start_source
+from opentinker.scheduler.gpu_use import GpuUseReader
+from opentinker.scheduler.imports import load
+from opentinker.scheduler.launcher import Launcher
+from opentinker.scheduler.model_registry import ModelRegistry
+from opentinker.scheduler.packages import requirements_of
+from opentinker.scheduler.placement import demand_of
+from opentinker.scheduler.quotas import check_quota
+from opentinker.scheduler.reconciler import Reconciler
+from opentinker.scheduler.records import Event, Job
+from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.states import JobState
+from opentinker.scheduler.storage_calls import StorageCalls
+from opentinker.scheduler.store import JobStore
+from opentinker.scheduler.uploads import decode_zip, unpack
+from opentinker.scheduler.users import EVERYONE
+from opentinker.scheduler.vault import Vault
+from opentinker.storage import Storage
+
+MAX_CONFIG_BYTES = 256 * 2**10
+STORAGE_S = 60.0
+"""How long a submit may wait for the storage; others wait for this submit."""
+NAME_LENGTH = 200
+"""What the store has room for."""
+
+
+class Submissions:
+    def __init__(
+        self,
+        settings: Settings,
+        store: JobStore,
+        launcher: Launcher,
+        models: ModelRegistry,
+        storage: Storage | None,
+        storage_calls: StorageCalls,
+        vault: Vault,
+        reconciler: Reconciler,
+        gpu_use: GpuUseReader,
+        now: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._launcher = launcher
+        self._models = models
+        self._storage = storage
+        self._storage_calls = storage_calls
+        self._vault = vault
+        self._reconciler = reconciler
+        self._gpu_use = gpu_use
+        self._now = now
+        self._one_at_a_time = asyncio.Lock()
+        self.closed = False
+        """Nothing is accepted any more."""
+
+    async def accept(
+        self,
+        owner: str,
+        config: dict[str, Any],
+        idempotency_key: str | None,
+        code: dict[str, str] | None,
+        may_name: str | None,
+    ) -> Job:
+        """The new job, or the one that the key stands for; see `SchedulerService.submit`."""
+        # One at a time, so that a retry that overtakes its first attempt still finds it.
+        async with self._one_at_a_time:
+            _check_size(config)
+            parsed = parse_job(config)
+            resolved = parsed.model_dump(mode="json")
+            if idempotency_key is not None:
+                earlier = self._store.job_by_key(owner, idempotency_key)
+                if earlier is not None:
+                    return _same(earlier, resolved, code)
+            await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
+            if parsed.start_from:
+                ref = parse_ref(parsed.start_from)
+                source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
+                # What the name means now is what it means for good, however often the server starts.
+                resolve = partial(resolve_start, ref, source, parsed, self._storage)
+                resolved["start_from"] = str(await self._storage_calls.run(resolve, STORAGE_S))
+            nodes = await self._launcher.nodes()
+            demand = demand_of(parsed.resources, nodes, self._reconciler.node_types)
+            await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use.read(nodes))
+            self._vault.check(owner, secrets_named(parsed).values())
+            check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
+            job_id = f"job-{secrets.token_hex(5)}"
+            run_dir = self._settings.run_root / owner / job_id
+            uploaded = self._storage if code else None
+            prepare, undo = partial(_prepare, run_dir, code, self._storage, parsed), partial(_discard, run_dir, uploaded)
+            await self._storage_calls.run(prepare, STORAGE_S, undo)
+            if self.closed:
+                await self._drop(run_dir, uploaded)
+                raise ConflictError("the cluster is being stopped")
+            now = self._now()
+            job = Job(
+                id=job_id,
+                owner=owner,
+                name=(parsed.name or parsed.default_name())[:NAME_LENGTH],
+                kind=parsed.kind,
+                state=JobState.QUEUED,
+                config=resolved,
+                run_dir=str(run_dir),
+                gpus=demand.gpus,
+                cpu_slots=demand.cpu_slots,
+                created_at=now,
+                lease_expires_at=now + self._settings.lease_s if parsed.leased else None,
+                idempotency_key=idempotency_key,
+                code_sha256=code["sha256"].lower() if code else None,
+            )
+            try:
+                accepted = self._store.accept(job, Event(job_id, now, "submitted"))
+            except Exception:
+                await self._drop(run_dir, uploaded)
+                raise
+            if accepted.id != job_id:  # another scheduler's answer to the same request
+                await self._drop(run_dir, uploaded)
+                return _same(accepted, resolved, code)
+            return job
+
+    async def _drop(self, run_dir: Path, uploaded: Storage | None) -> None:
+        """Leave nothing of a job that was not accepted; what `uploaded` has of it goes when the storage gets to it."""
+        await asyncio.to_thread(shutil.rmtree, run_dir, ignore_errors=True)
+        if uploaded is not None:
+            self._storage_calls.later(partial(uploaded.remove_folder, run_dir))
+
+
+def secrets_named(config: JobConfig) -> dict[str, str]:
+    return config.environment.secrets if isinstance(config, RLJobConfig) else {}
+
+
+def _check_size(config: dict[str, Any]) -> None:
+    try:
+        size = len(json.dumps(config, ensure_ascii=False).encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("the config holds a text that is not Unicode") from error
+    if size > MAX_CONFIG_BYTES:
+        raise TooLargeError(
+            f"the config has {size >> 10} KiB, more than {MAX_CONFIG_BYTES >> 10} KiB",
+            hint="data belongs into the environment's folder or a dataset, not into the config",
+        )
+
+
+def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:
+    """Raises: ConflictError when a repeated idempotency key comes with another job."""
+    given, meant = config.get("start_from"), earlier.config.get("start_from")
+    if given and meant and parse_ref(given).may_mean(parse_ref(meant)):
+        config = {**config, "start_from": meant}
+    if (earlier.config, earlier.code_sha256) != (config, code["sha256"].lower() if code else None):
+        raise ConflictError("this idempotency key was used for another job", hint="use a new key for each job")
+    return earlier
+
+
+def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None, config: JobConfig) -> None:
+    """Make the job's folder, with its code in it. Nothing is left of it when the code is refused, or what it requires."""
+    content = decode_zip(code["zip"], code["sha256"]) if code else None
+    try:
+        run_dir.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"cannot create the run's folder {run_dir}: {error.strerror}") from error
+    if content is not None:
+        try:
+            unpack(content, run_dir / "code")
+            requirements_of(config, run_dir / "code")
+        except BaseException:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+    if content is not None and storage is not None:  # for a driver on another node
+        try:
+            storage.put_folder(run_dir / "code")
+        except BaseException:
+            with suppress(UnavailableError):
+                _discard(run_dir, storage)
+            raise
+
+
+def _discard(run_dir: Path, storage: Storage | None) -> None:
+    """Remove what `_prepare` made for a job that was not accepted; `storage` has its code."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    if storage is not None:
+        storage.remove_folder(run_dir)
