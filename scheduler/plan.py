@@ -218,12 +218,13 @@ def _at_limit(job: JobView, server: ServerView, snapshot: Snapshot) -> End | Non
     """The end of a job that was asked to stop, or reached a limit. The last tenth of a time limit is for the checkpoint, for
     nothing is held beyond the limit."""
     running = job.state is JobState.RUNNING
+    if job.time_limit_s is not None and snapshot.now >= _ends_at(job):
+        cause = f"reached its time limit of {duration(job.time_limit_s)}"
+        return End(job.id, JobState.CANCELLED, job.stopping) if job.stopping else End(job.id, JobState.FAILED, cause)
     if job.stopping:
         return End(job.id, JobState.CANCELLED, job.stopping, save=running)
     if job.time_limit_s is not None:
         cause = f"reached its time limit of {duration(job.time_limit_s)}"
-        if snapshot.now >= _ends_at(job):
-            return End(job.id, JobState.FAILED, cause)
         aside_s = min(job.time_limit_s / 10, snapshot.last_checkpoint_s)
         if running and job.saves and snapshot.now >= _ends_at(job) - aside_s:
             return End(job.id, JobState.FAILED, cause, save=True)

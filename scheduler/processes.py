@@ -62,6 +62,13 @@ def reap_with(variable: str, value: str, kill_after_s: float, timeout_s: float) 
     return [process.pid for process in left]
 
 
+def end_idle(job_id: str) -> None:
+    """Kill those of a job's processes that were started ahead and got no work; those at work are left alone."""
+    for process in processes_of(job_id):
+        if _is_idle(process):
+            _kill(process)
+
+
 def _is_idle(process: psutil.Process) -> bool:
     try:
         return process.name().startswith(IDLE)

@@ -1,6 +1,6 @@
 """The jobs as a plan sees them, kept between looks: what has to be parsed is parsed once per job, not at every look."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ _FORGOTTEN_HALF_LIVES = 10
 """After these, a use counts less than a thousandth."""
 MAX_RETURNS = 5
 """How often a job goes back into the queue because the place that it was given was gone; then it is no accident."""
+_COUNTED = (RESTARTING, RETURNED, STOP_REQUESTED)
 _FEW = 50
 """More unknown jobs than these are read in one query rather than one by one."""
 
@@ -46,7 +47,8 @@ class QueueView:
         rows = self._store.live_queue()
         unknown = [row.id for row in rows if row.id not in self._views]
         configs = self._configs(unknown) if unknown else {}
-        views = [self._view(row, configs) for row in rows]
+        counts = self._store.event_counts(_COUNTED, unknown if len(unknown) <= _FEW else None) if unknown else {}
+        views = [self._view(row, configs, counts) for row in rows]
         self._views = {view.id: view for view in views}
         return views
 
@@ -72,7 +74,7 @@ class QueueView:
             if since is not None:
                 self._ledger.charge(job.owner, cost_of([Demand(job.gpus, job.cpu_slots)]), since, now)
 
-    def _view(self, row: LiveJob, configs: dict[str, dict[str, Any]]) -> JobView:
+    def _view(self, row: LiveJob, configs: dict[str, dict[str, Any]], counts: Mapping[tuple[str, str], int]) -> JobView:
         view = self._views.get(row.id)
         if view is not None and view.state is row.state and view.lease_expires_at == row.lease_expires_at:
             return view
@@ -93,10 +95,10 @@ class QueueView:
             holds_since=None if row.state is JobState.QUEUED else self._store.holding_since(row.id),
             idle_limit_s=scheduling.idle_limit_s,
             idle_end=_idle_end(config.get("kind"), leased=row.lease_expires_at is not None),
-            restarts_left=scheduling.max_restarts and scheduling.max_restarts - self._store.event_count(row.id, RESTARTING),
-            returns_left=MAX_RETURNS - self._store.event_count(row.id, RETURNED),
+            restarts_left=scheduling.max_restarts - counts.get((row.id, RESTARTING), 0),
+            returns_left=MAX_RETURNS - counts.get((row.id, RETURNED), 0),
             saves=_saves(config.get("kind")),
-            stopping=self._store.last_detail(row.id, STOP_REQUESTED),
+            stopping=self._store.last_detail(row.id, STOP_REQUESTED) if (row.id, STOP_REQUESTED) in counts else "",
         )
 
     def _configs(self, unknown: Sequence[str]) -> dict[str, dict[str, Any]]:

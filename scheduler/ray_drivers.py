@@ -52,7 +52,7 @@ class RayDrivers:
         self._at_work.setdefault(spec.server_id, math.inf)
         actor = await asyncio.to_thread(find_actor, name)
         try:
-            arrived = bool(await self._there(spec, came_up, Path(spec.run_dir), spec.server_id))
+            arrived = actor is not None or await self._came_up(spec)
         except (TimeoutError, RayError, NotPlacedError) as error:
             return DriverOutcome(f"the driver's node does not answer: {type(error).__name__}", lost=True)
         if arrived:
@@ -160,6 +160,20 @@ class RayDrivers:
         for which in ("driver", "installer"):
             if (actor := await asyncio.to_thread(find_actor, f"{server_id}.{which}")) is not None:
                 ray.kill(actor)
+
+    async def _came_up(self, spec: DriverSpec) -> bool:
+        """Whether a driver that is gone ever was there; a node that is busy is asked again, as long as a server may be silent.
+
+        Raises: as `on_node`.
+        """
+        deadline = time.monotonic() + self._settings.unresponsive_s
+        while True:
+            try:
+                return bool(await self._there(spec, came_up, Path(spec.run_dir), spec.server_id))
+            except (TimeoutError, RayError):
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(self._settings.probe_s)
 
     async def _there(self, spec: DriverSpec, function: Callable[..., Any], *arguments: Any) -> Any:
         return await on_node(spec.node_id, function, *arguments, timeout_s=self._settings.placement_timeout_s)

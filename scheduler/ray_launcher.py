@@ -22,7 +22,7 @@ from opentinker.scheduler.launcher import DriverSpec, Launched, NotPlacedError, 
 from opentinker.scheduler.placement import Allocation, Demand, Node, threads_for
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.prestart import prestart_process
-from opentinker.scheduler.processes import JOB_VARIABLE
+from opentinker.scheduler.processes import JOB_VARIABLE, end_idle
 from opentinker.scheduler.ray_drivers import RayDrivers
 from opentinker.scheduler.ray_tools import (
     CPU_SLOT,
@@ -125,7 +125,10 @@ class RayLauncher:
                 await asyncio.to_thread(prestart_process, address, runtime_env, keep_s)
 
     async def forget(self, job_id: str, node_id: str) -> None:
-        await self._clear(node_id, [job_id], ())
+        try:
+            await on_node(node_id, end_idle, job_id, timeout_s=self._settings.placement_timeout_s)
+        except (NotPlacedError, TimeoutError, RayError) as error:  # they end by themselves
+            logger.info("event=not_forgotten job=%s node=%s error=%s", job_id, node_id, type(error).__name__)
 
     async def _known(self, server_id: str) -> _Parts:
         """What there is of a server, be it from an earlier life of the scheduler."""
@@ -189,7 +192,10 @@ class RayLauncher:
 
         async def worker_up() -> dict[str, Any]:
             parts.pids["worker"] = int((await parts.worker.describe.remote())["pid"])
-            await self._learn_gpus(parts)
+            try:
+                await self._learn_gpus(parts)
+            except (TimeoutError, RayTaskError) as error:  # the next probe asks again
+                logger.warning("event=gpus_unknown server=%s error=%s", spec.server_id, type(error).__name__)
             info: dict[str, Any] = await parts.worker.start.remote(self._settings.start_timeout_s)
             return info
 
@@ -252,7 +258,12 @@ class RayLauncher:
             raise ServerLostError("its server is gone")
         try:
             async with asyncio.timeout(patience_s + self._settings.unresponsive_s):
-                await parts.front.save.remote(policy_id, name, patience_s)
+                while True:
+                    try:
+                        await parts.front.save.remote(policy_id, name, patience_s)
+                        break
+                    except ActorUnavailableError:  # a connection broke; to save once more is to save the same
+                        await asyncio.sleep(self._settings.probe_s)
         except TimeoutError as error:
             raise DeadlineError(f"the server did not answer within {patience_s:g} s") from error
         except RayActorError as error:

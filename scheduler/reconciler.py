@@ -463,7 +463,7 @@ class Reconciler:
         )
         await self._cancel([f"server:{server_id}", *(f"{task}:{job_id}" for job_id in job_ids for task in ("driver", "save"))])
         await self._launcher.stop_driver(server_id)
-        graceful = server.state is ServerState.READY and server_id not in self._faults
+        graceful = bool(server.endpoint) and server_id not in self._faults  # also where an earlier life began to stop it
         where = Allocation(server.node_id, Demand(server.gpus, server.cpu_slots), server.gpu_indexes)
         left = await self._launcher.stop_server(server_id, job_ids, where, graceful=graceful)
         if left:
@@ -542,7 +542,9 @@ def _kind_of(error: OpenTinkerError) -> FaultKind:
     """What an error of a launch means for the job."""
     if isinstance(error, NotPlacedError):
         return FaultKind.UNPLACED
-    return FaultKind.LOST if isinstance(error, ServerLostError | DeadlineError | UnavailableError) else FaultKind.REFUSED
+    passing = isinstance(error, ServerLostError | DeadlineError | UnavailableError)
+    # A bare one is what something foreign raised: a full disk, a busy device, a network.
+    return FaultKind.LOST if passing or type(error) is OpenTinkerError else FaultKind.REFUSED
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -81,6 +81,10 @@ class JobStore(Protocol):
         """How many events of this kind a job has."""
         ...
 
+    def event_counts(self, kinds: Sequence[str], job_ids: Sequence[str] | None) -> dict[tuple[str, str], int]:
+        """By job and kind, how many events of these kinds these jobs (None: all) have, where there are any."""
+        ...
+
     def last_detail(self, job_id: str, kind: str) -> str:
         """The detail of a job's last event of this kind; empty if it has none."""
         ...
@@ -225,6 +229,14 @@ class SqlStore:
         query = select(func.count()).where(_events.c.job_id == job_id, _events.c.kind == kind)
         with translated(), self._engine.connect() as connection:
             return int(connection.execute(query).scalar_one())
+
+    def event_counts(self, kinds: Sequence[str], job_ids: Sequence[str] | None) -> dict[tuple[str, str], int]:
+        query = select(_events.c.job_id, _events.c.kind, func.count()).where(_events.c.kind.in_(kinds))
+        if job_ids is not None:
+            query = query.where(_events.c.job_id.in_(job_ids))
+        with translated(), self._engine.connect() as connection:
+            rows = connection.execute(query.group_by(_events.c.job_id, _events.c.kind)).all()
+        return {(row[0], row[1]): row[2] for row in rows}
 
     def last_detail(self, job_id: str, kind: str) -> str:
         query = select(_events.c.detail).where(_events.c.job_id == job_id, _events.c.kind == kind)

@@ -95,6 +95,11 @@ class Warmth:
 
     def left(self, job_id: str, node_id: str = "") -> None:
         """The job is not queued any more: it starts on this node, or has ended."""
+        self._wanted = tuple(job for job in self._wanted if job.job_id != job_id)
+        self._stale = [(job, node) for job, node in self._stale if (job, node) != (job_id, node_id)]
+        self._move(job_id, node_id)
+
+    def _move(self, job_id: str, node_id: str) -> None:
         warm = self._warm.pop(job_id, None)
         if warm is not None and warm[0] != node_id:
             self._stale.append((job_id, warm[0]))
@@ -107,12 +112,11 @@ class Warmth:
     async def work(self) -> None:
         """Start what is wanted and not there; end what is there for nobody."""
         while self._stale:
-            await self._starter.forget(*self._stale[-1])
-            self._stale.pop()
+            await self._starter.forget(*self._stale.pop())
         for job in self._wanted:
-            if not self._is_cold(job):
+            if not self._is_cold(job) or job not in self._wanted:  # it may have started meanwhile
                 continue
-            self.left(job.job_id, job.node_id)
+            self._move(job.job_id, job.node_id)
             self._warm[job.job_id] = (job.node_id, self._clock() + KEEP_S)
             try:
                 await self._starter.prestart(job, KEEP_S)

@@ -101,6 +101,8 @@ def test_a_job_that_was_asked_to_stop_stops_whatever_happens() -> None:
     asked = replace(job(JobState.RUNNING), stopping="stopped by its owner", restarts_left=9, returns_left=9)
     assert plan(Snapshot(0.0, NODES, [asked], [SERVER])) == [End("j", JobState.CANCELLED, "stopped by its owner", save=True)]
     assert plan(Snapshot(0.0, NODES, [asked], [SERVER], {"j": DriverOutcome()})) == [End("j", JobState.COMPLETED)]
+    late = replace(asked, time_limit_s=10.0, holds_since=0.0)
+    assert plan(Snapshot(10.0, NODES, [late], [SERVER])) == [End("j", JobState.CANCELLED, "stopped by its owner")]
     lost = End("j", JobState.CANCELLED, "stopped by its owner; no checkpoint could be written: the worker died")
     assert plan(Snapshot(0.0, NODES, [asked], [replace(SERVER, fault="the worker died")])) == [lost]
     assert plan(Snapshot(0.0, NODES, [asked], [SERVER], {"j": DriverOutcome("the worker died", lost=True)})) == [lost]

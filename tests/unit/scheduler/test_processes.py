@@ -1,11 +1,12 @@
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from opentinker.scheduler.processes import JOB_VARIABLE, processes_of, reap
+from opentinker.scheduler.processes import IDLE, JOB_VARIABLE, end_idle, processes_of, reap
 
 
 @pytest.fixture
@@ -39,3 +40,16 @@ def test_nothing_to_wait_for_takes_no_time() -> None:
     started = time.monotonic()
     assert reap("job-without-processes", kill_after_s=10.0, timeout_s=10.0) == []
     assert time.monotonic() - started < 2.0
+
+
+def test_only_processes_that_were_never_at_work_are_ended_with_the_warm_up(child: subprocess.Popen[bytes]) -> None:
+    script = f"import ctypes, time; ctypes.CDLL(None).prctl(15, b'{IDLE}'); print(flush=True); time.sleep(1000)"
+    env = {**os.environ, JOB_VARIABLE: "job-x"}
+    idle = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE)
+    assert idle.stdout is not None
+    idle.stdout.readline()
+    end_idle("job-x")
+    assert idle.wait(10.0) == -9
+    idle.stdout.close()
+    assert child.poll() is None
+    assert len(processes_of("job-x")) >= 2

@@ -96,6 +96,29 @@ async def test_what_waits_for_nobody_is_ended_and_what_ran_out_is_started_anew()
     assert await look() == ["-j@a"], "it was cancelled"
 
 
+async def test_a_job_that_starts_meanwhile_is_left_alone() -> None:
+    """Whatever is under way when it starts, nothing is ended where it starts, and nothing more is started for it."""
+
+    class Slow(Starter):
+        async def forget(self, job_id: str, node_id: str) -> None:
+            await super().forget(job_id, node_id)
+            warmth.left("j", "a")
+
+    starter = Slow()
+    warmth = Warmth(starter, lambda: 0.0)
+    warmth.want((NextJob("j", "a", GPU), NextJob("k", "a", GPU)))
+    await warmth.work()
+    warmth.want((NextJob("j", "b", GPU),))
+    await warmth.work()
+    warmth.left("k")
+    starter.calls.clear()
+    await warmth.work()  # while k's processes are ended, j starts on a
+    assert starter.calls == ["-k@a", "-j@b"]
+    assert not warmth.due
+    warmth.left("j")
+    assert not warmth.due, "what runs now is not of the warm-up any more"
+
+
 async def test_a_ray_that_cannot_do_it_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     starter = Starter()
     starter.error = AttributeError("no such call")
