@@ -45,10 +45,21 @@ def connect(url: str) -> Engine:
             hint="write it into ~/.pgpass, or into a file that '?passfile=/path' names (mode 0600)",
         )
     if kind == "sqlite":
-        return _sqlite(parsed)
+        return _quiet(_sqlite(parsed))
     if kind == "postgresql":
-        return _postgres(parsed)
+        return _quiet(_postgres(parsed))
     raise ConfigError(f"database_url: {kind} is not supported", hint="use sqlite:///path or postgresql://user@host/name")
+
+
+def _quiet(engine: Engine) -> Engine:
+    """A Ctrl-C that comes while a connection closes is raised like any other; the pool shall not print a traceback, too."""
+    pool = logging.getLogger(f"sqlalchemy.pool.impl.{type(engine.pool).__name__}")
+    pool.addFilter(_not_interrupted)
+    return engine
+
+
+def _not_interrupted(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt))
 
 
 def _sqlite(url: URL) -> Engine:

@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import json
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -83,8 +82,7 @@ class LiveWorld:
 
 @pytest.fixture
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveWorld]:
-    service = sys.modules[scheduler_world.SchedulerService.__module__]
-    monkeypatch.setattr(service, "load", lambda path: scheduler_world.check_model)
+    monkeypatch.setattr("opentinker.scheduler.submission.load", lambda path: scheduler_world.check_model)
     monkeypatch.delenv("OPENTINKER_API_KEY", raising=False)
     world = LiveWorld(tmp_path)
     world.up()

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -447,3 +449,13 @@ def test_a_database_that_must_not_be_written_says_so(tmp_path: Path) -> None:
 
 def test_a_file_urls_path_is_escaped() -> None:
     assert connect(sqlite_url(Path("/a b/%41?x"))).url.database == "/a b/%41?x"
+
+
+def test_ctrl_c_while_a_connection_closes_prints_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = connect(f"sqlite:///{tmp_path / 'store.db'}")
+    for error, logged in ((KeyboardInterrupt(), False), (OSError("gone"), True)):
+        with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(engine.dialect, "do_close", Mock(side_effect=error))
+            engine.pool._close_connection(Mock())
+        assert ("Exception closing connection" in caplog.text) is logged
+    engine.dispose()
