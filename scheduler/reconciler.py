@@ -437,7 +437,7 @@ class Reconciler:
             token=self._token_of(policy.id),
             run_dir=job.run_dir,
             code_dir=str(Path(job.run_dir) / "code") if job.code_sha256 else None,
-            resume=self._store.event_count(job.id, RESTARTING) > 0,
+            resume=(job.id, RESTARTING) in self._store.event_counts([RESTARTING], [job.id]),
         )
         try:
             spec = replace(spec, secrets=self._secrets_of(job))

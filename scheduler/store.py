@@ -77,10 +77,6 @@ class JobStore(Protocol):
         """When a job was given resources, the last time; None while it was not."""
         ...
 
-    def event_count(self, job_id: str, kind: str) -> int:
-        """How many events of this kind a job has."""
-        ...
-
     def event_counts(self, kinds: Sequence[str], job_ids: Sequence[str] | None) -> dict[tuple[str, str], int]:
         """By job and kind, how many events of these kinds these jobs (None: all) have, where there are any."""
         ...
@@ -224,11 +220,6 @@ class SqlStore:
         with translated(), self._engine.connect() as connection:
             at: float | None = connection.execute(query).scalar()
             return at
-
-    def event_count(self, job_id: str, kind: str) -> int:
-        query = select(func.count()).where(_events.c.job_id == job_id, _events.c.kind == kind)
-        with translated(), self._engine.connect() as connection:
-            return int(connection.execute(query).scalar_one())
 
     def event_counts(self, kinds: Sequence[str], job_ids: Sequence[str] | None) -> dict[tuple[str, str], int]:
         query = select(_events.c.job_id, _events.c.kind, func.count()).where(_events.c.kind.in_(kinds))

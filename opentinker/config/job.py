@@ -1,5 +1,6 @@
 """The configs of a job. A YAML file, a Python call and the scheduler's store all hold the same fields."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
@@ -299,8 +300,9 @@ class JobConfig(Config):
         """What it is called if its user gave it no name."""
         return PurePath(self.base_model).name or self.base_model
 
+    @abstractmethod
     def server(self) -> ServerConfig:
-        raise NotImplementedError
+        """What hosts it."""
 
 
 class RLJobConfig(JobConfig):
