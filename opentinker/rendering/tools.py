@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from opentinker.env.environment import Message, Tool
+from opentinker.env.environment import Message, TextPart, Tool
 
 _TEXT = """You may call functions. These are their signatures, one JSON schema a line, within <tools></tools>:
 <tools>
@@ -22,5 +22,6 @@ def with_described_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> 
         return [{"role": "system", "content": text}, *messages]
     system, *rest = messages
     content = system["content"]
-    joined = f"{content}\n\n{text}" if isinstance(content, str) else [*content, {"type": "text", "text": f"\n\n{text}"}]
-    return [{**system, "content": joined}, *rest]
+    if isinstance(content, str):
+        return [{**system, "content": f"{content}\n\n{text}"}, *rest]
+    return [{**system, "content": [*content, TextPart(type="text", text=f"\n\n{text}")]}, *rest]

@@ -183,7 +183,8 @@ def test_tools_reach_the_template_on_every_path(files: dict[str, bytes]) -> None
     tokenizer = ChatTokenizer.from_files({**files, "chat_template.jinja": WITH_TOOLS.encode()})
     renderer = ConversationRenderer(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>") or 0])
     shown = tokenizer.decode(renderer.render_prompt(NEXT, [ADD]))
-    assert shown.startswith("<|im_start|>system\n[{") and '"add"' in shown
+    assert shown.startswith("<|im_start|>system\n[{")
+    assert '"add"' in shown
     action = tokenizer.encode("7<|im_end|>")
     assert renderer.observation_delta(action, NEXT, [ADD]) == renderer.observation_delta(action, NEXT)
 
