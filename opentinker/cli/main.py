@@ -11,6 +11,7 @@ from opentinker.cli import (
     demo,
     describe,
     down,
+    env,
     events,
     logs,
     models,
@@ -66,6 +67,7 @@ for _module in (up, down, submit, train, ps, top, describe, logs, events, checkp
     app.command(_name)(getattr(_module, _name))
 app.add_typer(secrets.secrets, name="secrets")
 app.add_typer(users.users, name="users")
+app.add_typer(env.env, name="env")
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ the policy it is given (HTTP in practice) and the recorder (files).
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,6 +137,11 @@ class RLLoop:
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
 
+    async def close(self) -> None:
+        """End what the environments left running."""
+        await self._runner.close()
+        await self._evaluator.close()
+
     async def evaluate(self) -> Row | None:
         """One evaluation; None if the environment has no held-out tasks."""
         if self._held_out is None:
@@ -217,7 +223,7 @@ class RLLoop:
         return RolloutRunner(
             self._renderer,
             self._generate,
-            lambda: self._environment(**self.config.environment.args),
+            partial(self._environment, **self.config.environment.args),
             self.config.rollout,
             self.config.sampling.model_copy(update={"temperature": temperature}),
             max_model_len,

@@ -58,12 +58,15 @@ def run_rl_job(
 
     async def drive() -> str:
         client = PolicyClient(endpoint, token, policy)
+        loop: RLLoop | None = None
         try:
             loop = await RLLoop.connect(job, environment, client, recorder, base_dir)
             await loop.resume(step or 0)
             await loop.run(job.training.steps - loop.steps_done)
             return str((await client.save("final"))["path"])
         finally:
+            if loop is not None:
+                await loop.close()
             await client.close()
 
     checkpoint = None
