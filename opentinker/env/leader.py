@@ -153,8 +153,9 @@ class Executor:
                 continue
             began = clock()
             outcome = call.run()
-            call.finished = True
             ended = clock()
+            if outcome is not None:  # None: it goes on elsewhere
+                call.finished = True
             with self.lock:
                 self._learn(call.key, ended - began)
                 if self._term != term:
@@ -173,7 +174,8 @@ class Executor:
         call.thread, call.native = _this_thread()
         began = time.perf_counter()
         outcome = call.run()
-        call.finished = True
+        if outcome is not None:
+            call.finished = True
         with self.lock:
             self._learn(call.key, time.perf_counter() - began)
             self._conclude(call, outcome)
@@ -246,7 +248,8 @@ class Executor:
             self._current = None
             self._term += 1
             term = self._term
-            call.thread, call.native = self._leader
+            if not call.on_loop:
+                call.thread, call.native = self._leader
             self._cost_s[call.key] = max(self._cost_s.get(call.key, 0.0), 2 * SLOW_S)
             self._running.add(call)
         self._spawn(lambda: self._lead(term))
