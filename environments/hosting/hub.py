@@ -53,14 +53,15 @@ logger = logging.getLogger(__name__)
 class HostedSession:
     """Where a session is."""
 
-    __slots__ = ("client", "counts", "job", "pending", "used", "worker")
+    __slots__ = ("client", "counts", "job", "pending", "started", "turns", "used", "worker")
 
     def __init__(self, worker: WorkerProcess | None, job: str, client: str, counts: Counts) -> None:
         self.worker = worker
         self.job = job
         self.client = client
         self.counts = counts
-        self.pending = 0
+        self.pending = self.turns = 0
+        self.started = False
         self.used = time.monotonic()
 
 
@@ -170,13 +171,17 @@ class Hub:
             raise ConflictError("the session's reset is still running")
         session.pending += 1
         is_step = frame.op == STEP
+        turn = frame.turn if is_step else session.turns
 
         def answered(kind: int, body: bytes) -> None:
             session.pending -= 1
             session.used = time.monotonic()
             if kind == ERROR:
                 self._count_error(session, body)
+            elif turn < session.turns:
+                pass  # an answer that was repeated
             elif is_step:
+                session.turns = turn + 1
                 session.counts.steps += 1
                 self.statistics.total.steps += 1
             else:
@@ -194,8 +199,9 @@ class Hub:
         session = self._sessions.get(frame.session)
         if session is not None:
             if session.worker is None:
-                raise ConflictError("the session's reset is still running")
-            self._send_reset(session, frame, reply)
+                self._task(self._reset_joined(session, frame, reply))
+            else:
+                self._send_reset(session, frame, reply)
             return
         if frame.session == NO_SESSION:
             raise InvalidRequestError("a session's id must not be zero")
@@ -229,6 +235,15 @@ class Hub:
             self.pool.release(session.worker, clean=True)
             reply(ERROR, problem_body(ConflictError("the session was closed")))
 
+    async def _reset_joined(self, session: HostedSession, frame: Frame, reply: Reply) -> None:
+        """A repeated reset, while the first one waits for its worker."""
+        while session.worker is None and self._sessions.get(frame.session) is session:  # noqa: ASYNC110 - rare
+            await asyncio.sleep(0.05)
+        if session.worker is not None:
+            self._send_reset(session, frame, reply)
+        else:
+            reply(ERROR, self._ended.get(frame.session) or problem_body(ConflictError("the session was closed")))
+
     def _send_reset(self, session: HostedSession, frame: Frame, reply: Reply) -> None:
         session.pending += 1
         worker = session.worker
@@ -239,8 +254,10 @@ class Hub:
             session.used = time.monotonic()
             if kind == ERROR:
                 self._count_error(session, body)
-                self._end(frame.session, body)
-            else:
+                if not session.started:
+                    self._end(frame.session, body)
+            elif not session.started:
+                session.started = True
                 session.counts.resets += 1
                 self.statistics.total.resets += 1
             reply(kind, body)

@@ -12,7 +12,7 @@ from opentinker.env.worker_process import WorkerProcess
 from opentinker.environments.hosting.settings import HostSettings
 from opentinker.errors import OpenTinkerError, UnavailableError
 
-SWEEP_S = 0.05
+SWEEP_S = 0.03
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 """Before workers are started again that failed to start."""

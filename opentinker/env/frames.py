@@ -22,6 +22,9 @@ INFO: Final = 6
 RETIRE: Final = 7
 """A worker asks to get no new sessions."""
 
+NAMES: Final = {RESET: "reset", STEP: "step", FINALIZE: "finalize", CLOSE: "close", TASKS: "task_source"}
+"""What the environment calls them."""
+
 OK: Final = 0
 DONE: Final = 1
 """Of a step: it ended the episode."""

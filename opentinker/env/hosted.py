@@ -14,6 +14,7 @@ from opentinker.env.frames import (
     DONE,
     ERROR,
     FINALIZE,
+    NAMES,
     NO_SESSION,
     OK,
     RESET,
@@ -40,13 +41,16 @@ from opentinker.errors import (
 Outcome = tuple[int, bytes]
 """The kind of an answer and its body."""
 Convert = Callable[[Any], Outcome]
-_NAMES = {RESET: "reset", STEP: "step", FINALIZE: "finalize", CLOSE: "close"}
+_METHODS = {"make_task": 1, "held_out_tasks": 1, "draw": 3, "first": 1, "size": 0}
+"""What can be asked about tasks, and how many numbers go with it."""
+_HOW_TO_ASK = "draw [seed, start, count], first [limit], size []"
+_DONE = "the episode is done"
 
 
 class Session:
     """One environment. `current` is the call that runs, `record` the answer to the last one."""
 
-    __slots__ = ("closed", "current", "environment", "expected", "failure", "over", "record", "waiting")
+    __slots__ = ("asked", "closed", "current", "environment", "expected", "failure", "over", "record", "waiting")
 
     def __init__(self) -> None:
         self.environment: Environment | None = None
@@ -59,6 +63,8 @@ class Session:
         """Why there is no next step."""
         self.failure = ""
         self.closed = False
+        self.asked = 0
+        """Tells a repeated reset from another one."""
 
 
 class Host:
@@ -106,8 +112,9 @@ class Host:
 
     def _reset(self, frame: Frame) -> Call | None:
         session = self._sessions.get(frame.session)
+        asked = hash(frame.body)
         if session is not None:
-            if self._repeated(session, frame):
+            if session.asked == asked and self._repeated(session, frame):
                 return None
             raise ConflictError("this session was reset before", hint="an environment is used once: take a new session")
         match unpack(frame.body):
@@ -116,6 +123,7 @@ class Host:
             case _:
                 raise InvalidRequestError("a reset needs the constructor's arguments, a dict, and the task")
         session = self._sessions[frame.session] = Session()
+        session.asked = asked
         name = self._class.__name__
 
         def converted(observation: Any) -> Outcome:
@@ -141,12 +149,12 @@ class Host:
             raise NotFoundError("there is no such session", hint="it was closed, or its worker was lost")
         if self._repeated(session, frame):
             return None
-        op = _NAMES[frame.op]
+        op = NAMES[frame.op]
         if session.current is not None:
-            raise ConflictError(f"{op}: the session's {_NAMES[session.current[0]]} is still running")
+            raise ConflictError(f"{op}: the session's {NAMES[session.current[0]]} is still running")
         if session.failure:
             raise ConflictError(f"{op}: the session failed before: {session.failure}")
-        if session.over:
+        if session.over and not (frame.op == FINALIZE and session.over == _DONE):
             raise ConflictError(f"{op}: {session.over}", hint="an environment is used once: reset a new session")
         environment, name = session.environment, type(session.environment).__name__
         assert environment is not None, "a session without failure that runs nothing was reset"
@@ -195,6 +203,8 @@ class Host:
                 raise InvalidRequestError("tasks are asked for with a split ('train', 'held_out'), arguments and a method")
         if not all(isinstance(number, int) for number in numbers):
             raise InvalidRequestError("seeds, places and counts must be integers")
+        if len(numbers) != _METHODS.get(method):
+            raise InvalidRequestError(f"there is no method '{method}' with {len(numbers)} numbers", hint=_HOW_TO_ASK)
         what = f"{self._class.__name__}.task_source"
 
         def run(call: Call) -> Outcome:
@@ -212,14 +222,9 @@ class Host:
         source = self._sources.get(key)
         if source is None:
             source = self._sources[key] = self._class.task_source(split, args)
-        match method:
-            case "draw":
-                return source.draw(*numbers)
-            case "first":
-                return source.first(*numbers)
-            case "size":
-                return source.size
-        raise InvalidRequestError(f"a task source has no method '{method}'", hint="draw, first or size")
+        if method == "size":
+            return source.size
+        return source.draw(*numbers) if method == "draw" else source.first(*numbers)
 
     def _repeated(self, session: Session, frame: Frame) -> bool:
         """Whether this is a request that runs, which it then waits for, or the last one, whose answer is repeated."""
@@ -253,7 +258,7 @@ class Host:
             elif frame.op == STEP:
                 session.expected += 1
                 if kind == DONE:
-                    session.over = "the episode is done"
+                    session.over = _DONE
             elif frame.op == FINALIZE:
                 session.over = "the session was finalized"
             waiting, session.waiting = session.waiting, []

@@ -207,7 +207,7 @@ class ProcessSession:
             return
         clean, was_busy = False, self._busy
         try:
-            await self._ask(worker, CLOSE, 0, b"", timeout_s, "close")
+            await self._ask(worker, CLOSE, 0, b"", timeout_s)
             clean = not was_busy
         finally:
             if clean:
@@ -222,13 +222,11 @@ class ProcessSession:
         except OpenTinkerError as error:
             raise EnvironmentFailedError(error.detail, hint=error.hint) from error
         self._busy = True  # and stays so if this is cancelled
-        answer = await self._ask(self._worker, op, index, body, timeout_s, name)
+        answer = await self._ask(self._worker, op, index, body, timeout_s)
         self._busy = False
         return answer
 
-    async def _ask(
-        self, worker: WorkerProcess, op: int, index: int, body: bytes, timeout_s: float, name: str
-    ) -> tuple[int, bytes]:
+    async def _ask(self, worker: WorkerProcess, op: int, index: int, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         start = time.perf_counter()
         try:
             kind, answer = await worker.request(op, self._id, index, max(0.001, timeout_s), body)
@@ -238,8 +236,6 @@ class ProcessSession:
             return kind, answer
         self._busy = False
         error = error_of(answer)
-        if isinstance(error, DeadlineError):
-            raise DeadlineError(f"{self._processes.name}.{name} did not return within {timeout_s:.3g} s")
-        if isinstance(error, EnvironmentFailedError):
+        if isinstance(error, EnvironmentFailedError | DeadlineError):
             raise error
         raise EnvironmentFailedError(error.detail, hint=error.hint)

@@ -35,6 +35,9 @@ CALL_S = 300.0
 LOST_S = 20.0
 """How long a server that does not answer is tried again before its sessions are given up."""
 TASKS_S = 60.0
+AHEAD = 0.2
+"""A server is given less than the deadline by this part of it, and by this many seconds at most, so that its word on what was
+late arrives in time."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 
@@ -266,7 +269,7 @@ class RemoteEnvironment(Environment):
 
     async def _answer(self, link: Link, op: int, index: int, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         """The server's answer. A request whose connection broke is sent again: the server knows it by session and index."""
-        asked_s = timeout_s - min(0.1 * timeout_s, 0.3)  # the server's own word on the deadline shall arrive before ours
+        asked_s = timeout_s - min(AHEAD, AHEAD * timeout_s)
         try:
             kind, answer = await link.request(op, self._id, index, asked_s, body)
         except (StreamLostError, UnavailableError):
@@ -330,7 +333,7 @@ class RemoteEnvironment(Environment):
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _once(self, link: Link, body: bytes, timeout_s: float) -> tuple[int, bytes]:
-        asked_s = timeout_s - min(0.1 * timeout_s, 0.3)
+        asked_s = timeout_s - min(AHEAD, AHEAD * timeout_s)
         try:
             kind, answer = await link.request(RESET, self._id, 0, asked_s, body)
         except StreamLostError:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from opentinker.env.frames import (
     ERROR,
     HELLO,
+    NAMES,
     NO_SESSION,
     RETIRE,
     FrameReader,
@@ -32,8 +33,8 @@ from opentinker.errors import DeadlineError, EnvironmentFailedError, Environment
 START_S = 60.0
 GRACE_S = 1.0
 """A shared worker ends late calls itself; one that did not this long after a deadline is stuck as a whole."""
-REAP_S = 0.02
-REAP_TRIES = 500
+REAP_S = 0.01
+REAP_TRIES = 1000
 
 OnAnswer = Callable[[int, bytes], None]
 """Gets the kind of the answer and its body, once."""
@@ -41,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 
 class _Pending:
-    __slots__ = ("deadline", "on_answer", "session", "timeout_s")
+    __slots__ = ("deadline", "on_answer", "op", "timeout_s")
 
-    def __init__(self, on_answer: OnAnswer, session: bytes, deadline: float, timeout_s: float) -> None:
+    def __init__(self, on_answer: OnAnswer, op: int, deadline: float, timeout_s: float) -> None:
         self.on_answer = on_answer
-        self.session = session
+        self.op = op
         self.deadline = deadline
         self.timeout_s = timeout_s
 
@@ -119,7 +120,7 @@ class WorkerProcess(asyncio.Protocol):
     def call(self, op: int, session: bytes, index: int, timeout_s: float, body: bytes, on_answer: OnAnswer) -> None:
         """Send a request. Whatever happens, `on_answer` is called once, later."""
         number = next(self._numbers)
-        self._pending[number] = _Pending(on_answer, session, time.monotonic() + timeout_s, timeout_s)
+        self._pending[number] = _Pending(on_answer, op, time.monotonic() + timeout_s, timeout_s)
         if self.ended:
             self._loop.call_soon(self._fail_pending, 0.0)
             return
@@ -241,7 +242,8 @@ class WorkerProcess(asyncio.Protocol):
         for one in pending.values():
             body = lost
             if now and one.deadline <= now:
-                body = problem_body(DeadlineError(f"the environment did not answer within {one.timeout_s:.3g} s"))
+                what = f"{self.info.get('name', 'the environment')}.{NAMES.get(one.op, 'call')}"
+                body = problem_body(DeadlineError(f"{what} did not return within {one.timeout_s:.3g} s"))
             one.on_answer(ERROR, body)
 
 
