@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from opentinker.client.messages import AdamParams, StopString
+from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.requirements import MAX_REQUIREMENTS, check_requirements, check_secrets
 from opentinker.errors import ConfigError
@@ -176,30 +177,6 @@ class RolloutConfig(Config):
     """Retries of a sample that failed for a transient cause."""
     member_retries: Annotated[int, Field(ge=0)] = 1
     """How often an episode that ended in an error is run anew before its member is dropped from the group."""
-
-
-class GRPOConfig(Config):
-    """Group relative policy optimization (Shao et al., 2024)."""
-
-    kind: Literal["grpo"] = "grpo"
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Episodes per task, compared with each other."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation (eq. 3 of the paper); False gives Dr. GRPO's mean-only baseline."""
-    loss: Literal["ppo", "importance_sampling"] = "ppo"
-    """'ppo' clips the probability ratio, 'importance_sampling' does not."""
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    """Ratios below 1 - clip_low stop pushing (ppo)."""
-    clip_high: Annotated[float, Field(gt=0.0)] = 0.2
-    """Ratios above 1 + clip_high stop pushing (ppo)."""
-    minibatches: Count = 1
-    """Optimizer steps per rollout batch; groups are dealt over them."""
-    epochs: Count = 1
-    """Passes over each rollout batch."""
-
-
-AlgorithmConfig = Annotated[GRPOConfig, Field()]
-"""Becomes a union discriminated by `kind` with the second algorithm."""
 
 
 class TasksConfig(Config):
