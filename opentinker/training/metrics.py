@@ -101,6 +101,8 @@ def evaluation_row(step: int, result: EvaluationResult, groups: Sequence[Group],
         "exact_ci": None if exact is None else exact.half_width,
         "env": {name: estimate.mean for name, estimate in result.metrics.items()},
         "reward_components": _component_means([e for g in groups for e in g.episodes if e.termination.trains]),
+        "pass_at": {str(k): estimate.mean for k, estimate in result.pass_at.items()},
+        "pass_at_ci": {str(k): estimate.half_width for k, estimate in result.pass_at.items()},
         "tasks": result.tasks,
         "episodes": result.episodes,
         "errors": result.errors,
@@ -127,7 +129,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "reward_before": before["reward_mean"] if before else rewarded[0]["reward_mean"] if rewarded else None,
         "reward_after": after["reward_mean"] if after else rewarded[-1]["reward_mean"] if rewarded else None,
         "steps": len(steps),
-        "tokens_sampled": sum(r["tokens_sampled"] for r in rows),
+        "stopped": next((r["reason"] for r in rows if r["kind"] == "stopping" and r["action"] == "stopped"), None),
+        "tokens_sampled": sum(r["tokens_sampled"] for r in [*steps, *evaluations]),
         "mismatch_kl_mean": _mean(mismatch),
     }
 

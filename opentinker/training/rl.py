@@ -39,11 +39,16 @@ from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
 from opentinker.training.tasks import JobTasks
-from opentinker.training.transcripts import pick_transcripts, transcript_row
+from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
+from opentinker.training.watch import Verdict, Watch
 
 FRUITLESS_STEPS = 3
 """Steps in a row without a usable episode after which the loop gives up."""
 EVALUATION_TRANSCRIPTS = 8
+BEST = "best"
+STOPPED_EARLY = "stopped-early"
+MAX_REDUCTIONS = 2
+"""Times that a learning rate is reduced before the run is stopped."""
 
 
 class TrainablePolicy(Protocol):
@@ -106,6 +111,10 @@ class RLLoop:
         self._recorder = recorder
         self._held_out: list[Any] | None = None
         self._fruitless = 0
+        self._watch = Watch(config.training.stop, config.evaluation.metric)
+        self._reductions = 0
+        self.stopped = ""
+        """Why the run ended early; empty while it goes on."""
         self._evaluated_at: int | None = None
         self._runner = self._make_runner(config.sampling.temperature, max_model_len, seed=config.training.seed)
         # Evaluation must not reuse training's sampling seeds.
@@ -142,6 +151,9 @@ class RLLoop:
         drawn = step * self.config.rollout.groups_per_step
         rows = [row for row in self._recorder.rows if row["kind"] == "step" and row["step"] == step]
         self._task_position = int(rows[-1].get("task_position", drawn)) if rows else drawn
+        for row in self._recorder.rows:
+            self._watch.row(row)
+            self._reductions += row["kind"] == "stopping" and row["action"] != "stopped"
 
     async def run(self, steps: int) -> None:
         """Train for `steps` more steps, evaluating as the config says.
@@ -153,11 +165,11 @@ class RLLoop:
         last = self.steps_done + steps
         if evaluation.at_start and self.steps_done == 0:
             await self.evaluate()
-        while self.steps_done < last:
+        while self.steps_done < last and not self.stopped:
             await self.step()
             if (every := self.config.training.save_every) and self.steps_done % every == 0:
                 await self._policy.save(checkpoint_name(self.steps_done))
-            if evaluation.every and self.steps_done % evaluation.every == 0:
+            if evaluation.every and self.steps_done % evaluation.every == 0 and not self.stopped:
                 await self.evaluate()
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
@@ -172,14 +184,19 @@ class RLLoop:
         groups = await self._evaluator.run(self._held_out, self.config.evaluation.samples_per_task, self.steps_done)
         for group in groups[:EVALUATION_TRANSCRIPTS]:
             for episode in (group.episodes or group.failures)[:1]:
-                self._recorder.transcript(transcript_row(episode, step=self.steps_done, phase="evaluation"))
-        result = summarize_groups(groups, seed=self.config.training.seed)
+                row = transcript_row(episode, step=self.steps_done, phase="evaluation")
+                self._recorder.transcript(row, images_of(episode))
+        evaluation = self.config.evaluation
+        result = summarize_groups(groups, seed=self.config.training.seed, pass_at=evaluation.pass_at)
         if result is None:
             await self._policy.info()  # a dead server is the better explanation
             raise EpisodesFailedError(f"no episode of the evaluation was usable: {_commonest_failure(groups)}")
         row = evaluation_row(self.steps_done, result, groups, seconds=time.monotonic() - started)
         self._recorder.row(row)
         self._evaluated_at = self.steps_done
+        if evaluation.keep_best and self._watch.improves(row):
+            await self._policy.save(BEST)
+        await self._act(self._watch.row(row))
         return row
 
     async def step(self) -> Row:
@@ -191,7 +208,7 @@ class RLLoop:
         await self._check_usable(groups)
         members = await self._scored(members_of(groups))
         batch = build_batch(members, self._advantages, config.algorithm, longest_tokens=config.sampling.max_tokens)
-        optimizer = scheduled(config.training, number)
+        optimizer = scheduled(config.training, number, config.training.stop.factor**self._reductions)
         trained = await self._train(batch, optimizer)
         ended = time.monotonic()
         publish_s = float(trained["publish"]["seconds"]) if trained else 0.0
@@ -206,9 +223,24 @@ class RLLoop:
         )
         self._recorder.row(row)
         for episode in pick_transcripts(groups, config.training.transcripts_per_step):
-            self._recorder.transcript(transcript_row(episode, step=number, phase="train"))
+            self._recorder.transcript(transcript_row(episode, step=number, phase="train"), images_of(episode))
         self.steps_done, self._task_position = number, position
+        await self._act(self._watch.row(row))
         return row
+
+    async def _act(self, verdict: Verdict | None) -> None:
+        """Save, then stop or learn more slowly."""
+        if verdict is None or self.stopped:
+            return
+        stop = self.config.training.stop
+        reduce = stop.action == "reduce" and not verdict.final and self._reductions < MAX_REDUCTIONS
+        await self._policy.save(STOPPED_EARLY)
+        if reduce:
+            self._reductions += 1
+        else:
+            self.stopped = verdict.reason
+        action = f"learning rate x {stop.factor:g}" if reduce else "stopped"
+        self._recorder.row({"kind": "stopping", "step": self.steps_done, "reason": verdict.reason, "action": action})
 
     async def _collect(self, number: int) -> tuple[list[Group], int]:
         """The groups of a step, and where the next one draws. Those that teach nothing are replaced as often as the algorithm
@@ -302,14 +334,13 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def scheduled(training: RLTrainingConfig, step: int) -> AdamParams:
-    """The optimizer of the `step`-th step (from 1), with the learning rate that warm-up and decay give it."""
-    scale = 1.0
+def scheduled(training: RLTrainingConfig, step: int, scale: float = 1.0) -> AdamParams:
+    """The optimizer of the `step`-th step (from 1), with the learning rate that warm-up and decay give it, times `scale`."""
     if step < training.warmup_steps:
-        scale = step / training.warmup_steps
+        scale *= step / training.warmup_steps
     elif training.decay == "linear":
         falling = training.steps + 1 - max(training.warmup_steps, 1)
-        scale = max(0.0, (training.steps + 1 - step) / falling) if falling > 0 else 1.0
+        scale *= max(0.0, (training.steps + 1 - step) / falling) if falling > 0 else 1.0
     return training.optimizer.model_copy(update={"learning_rate": training.optimizer.learning_rate * scale})
 
 
