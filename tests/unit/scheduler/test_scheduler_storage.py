@@ -1,5 +1,6 @@
 """Runs that are copied to a storage: the scheduler reads there what is not on its node any more."""
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -20,6 +21,7 @@ from opentinker.scheduler import submission as submission_module
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.storage_calls import THREADS
 from opentinker.storage import Storage
 
 
@@ -221,10 +223,43 @@ async def test_a_submit_that_the_storage_kept_too_long_leaves_nothing_behind(
     with pytest.raises(UnavailableError, match="did not answer"):
         await stored.interactive(code=code())
     assert (await stored.service.jobs("admin"))["jobs"] == []
-    assert files(stored.settings.runs_dir)
     hanging.set()
     await stored.until(lambda: not list(stored.settings.runs_dir.glob("*/*")) and not files(tmp_path / "remote"))
     await stored.interactive(code=code())
+
+
+async def test_a_submit_that_needs_no_storage_does_not_wait_for_one_that_hangs(
+    stored: Any, hanging: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission_module, "STORAGE_S", 60.0)
+    uploads = [asyncio.create_task(stored.interactive(code=code())) for _ in range(2 * THREADS)]
+    await stored.until(lambda: len(list(stored.settings.runs_dir.glob("*/*/code/mine.py"))) == len(uploads))
+    async with asyncio.timeout(5.0):
+        for key in (None, "key", "key"):
+            await stored.interactive(idempotency_key=key)
+    assert len((await stored.service.jobs("admin"))["jobs"]) == 2
+    for upload in uploads[::2]:  # some of them under way, others not even begun
+        upload.cancel()
+    given_up = await asyncio.gather(*uploads[::2], return_exceptions=True)
+    assert [type(error) for error in given_up] == [asyncio.CancelledError] * THREADS
+    hanging.set()
+    jobs = [*await asyncio.gather(*uploads[1::2]), *(await stored.service.jobs("admin"))["jobs"]]
+    kept = {job["id"] for job in jobs}
+    await stored.until(lambda: {folder.name for folder in stored.settings.runs_dir.glob("*/*")} == kept)
+    await stored.until(lambda: {path.parts[-3] for path in files(tmp_path / "remote")} <= kept)
+
+
+@pytest.mark.parametrize("key", ["key", None])
+async def test_a_retry_that_overtakes_its_first_attempt_is_the_same_job(
+    stored: Any, hanging: threading.Event, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.setattr(submission_module, "STORAGE_S", 60.0)
+    attempts = [asyncio.create_task(stored.interactive(code=code(), idempotency_key=key)) for _ in range(3)]
+    await stored.settle()
+    hanging.set()
+    jobs = {job["id"] for job in await asyncio.gather(*attempts)}
+    assert len(jobs) == (1 if key else 3)
+    await stored.until(lambda: {folder.name for folder in stored.settings.runs_dir.glob("*/*")} == jobs)
 
 
 @pytest.mark.parametrize("why", ["disk", "closing"])
