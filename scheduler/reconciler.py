@@ -5,7 +5,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,12 +37,12 @@ from opentinker.scheduler.plan import (
     plan,
 )
 from opentinker.scheduler.queue_view import QueueView
-from opentinker.scheduler.records import RESTARTING, RETURNED, STOP_REQUESTED, Event, Job, Policy, Server
+from opentinker.scheduler.records import RESTARTING, RETURNED, STARTING, STOP_REQUESTED, Event, Job, Policy, Server
+from opentinker.scheduler.run_copies import RunCopies
 from opentinker.scheduler.settings import Quota, Settings
 from opentinker.scheduler.states import JobState, ServerState, move_job, move_server
 from opentinker.scheduler.store import JobStore
 from opentinker.scheduler.warming import Warmth, next_jobs
-from opentinker.storage import FOLLOW_S, Mirror, Storage, open_storage
 
 logger = logging.getLogger(__name__)
 RESTARTED = "scheduler_restarted"
@@ -56,8 +55,6 @@ LAST_CHECKPOINT = "stopped"
 MAX_TEXT = 2000
 _HOLDING = frozenset({JobState.STARTING, JobState.RUNNING})
 """Jobs in these states have a server, or make one."""
-COPY_TRIES = 100
-"""How often it is tried to copy an ended job's last lines to the storage."""
 _ECHOES = frozenset({"server_lost", "unavailable", "deadline_exceeded"})
 """Codes of driver errors that a server's death may have caused."""
 
@@ -82,9 +79,7 @@ class Reconciler:
         self._secrets_of = secrets_of
         self._now = now
         self._models = ModelRegistry(settings)
-        self._storage = open_storage(settings.remote_storage, settings.runs_dir)
-        # A storage that hangs holds up these threads alone.
-        self._copying = ThreadPoolExecutor(2, thread_name_prefix="copying")
+        self.copies = RunCopies(store, settings, now)
         self._queue = QueueView(store, settings, now())
         self._steady = steady
         self._leases: dict[str, float] = {}
@@ -111,6 +106,7 @@ class Reconciler:
         """
         now = self._now()
         self._store.save(*(Event(job.id, now, RESTARTED) for job in self._store.live_queue()))
+        self.copies.recover()
 
     async def run(self) -> None:
         """Reconcile until cancelled."""
@@ -254,7 +250,7 @@ class Reconciler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._copying.shutdown(wait=False, cancel_futures=True)
+        self.copies.close()
 
     def _obey(self, decision: Decision) -> None:
         match decision:
@@ -290,10 +286,10 @@ class Reconciler:
         policy = Policy(f"pol-{secrets.token_hex(8)}", job.id, server.id)
         started = replace(job, state=move_job(job.state, JobState.STARTING))
         first = self._store.holding_since(job.id) is None
-        self._store.save(server, started, policy, Event(job.id, self._now(), "starting", f"{demand} on node {where.node_id}"))
+        self._store.save(server, started, policy, Event(job.id, self._now(), STARTING, f"{demand} on node {where.node_id}"))
         self._queue.started(job.id, self._now())
         self._warmth.left(job.id, where.node_id)
-        self._announce(job.id, "starting", server=server.id, node=where.node_id)
+        self._announce(job.id, STARTING, server=server.id, node=where.node_id)
         if first:
             self.metrics.queue_wait.observe(max(0.0, self._now() - job.created_at))
 
@@ -346,7 +342,8 @@ class Reconciler:
         return None
 
     def _attend(self) -> None:
-        """Give every server and every driver that a job needs the task that takes care of it; a restart leaves none."""
+        """Give every server, every driver and every copy that a job needs the task that sees to it; a restart leaves none."""
+        self._copy()
         for server, policies in self._store.open_servers():
             jobs = [job for policy in policies if (job := self._job(policy.job_id)) and job.state in _HOLDING]
             if not jobs or server.id in self._faults or f"stop:{server.id}" in self._tasks:
@@ -474,29 +471,21 @@ class Reconciler:
             self._left[server_id] = left
             return
         stopped = replace(server, state=ServerState.STOPPED)
-        self._store.save(stopped, *(Event(job_id, self._now(), "released") for job_id in job_ids))
+        copies = self.copies.wanted([self._job(job_id) for job_id in job_ids]) if self._launcher.is_here(server.node_id) else []
+        self._store.save(stopped, *(Event(job_id, self._now(), "released") for job_id in job_ids), *copies)
+        self.copies.begin(copies)
+        self._copy()  # before the job's next server can start
         for job_id in job_ids:
             self._outcomes.pop(job_id, None)
             self._announce(job_id, "released", server=server_id)
         self._faults.pop(server_id, None)
         self._idle.pop(server_id, None)
         self._left.pop(server_id, None)
-        for run_dir in (Path(self._job(job_id).run_dir) for job_id in job_ids):
-            if self._storage is not None and self._storage.covers(run_dir) and self._launcher.is_here(server.node_id):
-                self._spawn(f"copy:{run_dir}", partial(self._copy_rest, self._storage, run_dir))
         self.wake()
 
-    async def _copy_rest(self, storage: Storage, run_dir: Path) -> None:
-        """What the files of a job whose last server was here have grown by since that copied them last."""
-        mirror, job_id = Mirror(storage, run_dir), run_dir.name
-        known = len(self._store.policies(job_id))
-        for _ in range(COPY_TRIES):
-            if len(self._store.policies(job_id)) > known:
-                return  # its next server copies them, from wherever that is; what is here may be older
-            if await asyncio.get_running_loop().run_in_executor(self._copying, mirror.sync):
-                return
-            await asyncio.sleep(FOLLOW_S)
-        logger.error("event=not_copied run_dir=%s", run_dir)
+    def _copy(self) -> None:
+        for job_id in self.copies.pending:
+            self._spawn(f"copy:{job_id}", partial(self.copies.copy, job_id))
 
     def _fault(self, server_id: str, cause: str, kind: FaultKind = FaultKind.LOST) -> None:
         self._faults[server_id] = (cause, kind)

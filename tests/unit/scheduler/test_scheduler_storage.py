@@ -86,7 +86,7 @@ async def test_an_ended_run_is_read_from_the_storage_when_its_folder_is_gone(sto
     stored.launcher.ends[job["id"]].set_result(DriverOutcome(""))
     await stored.reach(job, "COMPLETED")
     await stored.until(lambda: storage.exists(run_dir / "metrics.jsonl"))
-    await stored.until(lambda: not any(name.startswith("copy:") for name in service._reconciler._tasks))
+    await copied(stored)
     shutil.rmtree(run_dir)
     logs = await service.logs("admin", job["id"])
     assert (logs["text"], logs["finished"]) == ("line one\nthe end", True)
@@ -123,7 +123,7 @@ async def lose(stored: Any, job: dict[str, Any]) -> None:
 
 
 async def copied(stored: Any) -> None:
-    await stored.until(lambda: not any(name.startswith("copy:") for name in stored.service._reconciler._tasks))
+    await stored.until(lambda: not stored.service._reconciler.copies.pending)
 
 
 async def test_what_a_jobs_first_node_has_is_older_than_what_its_second_one_copied(stored: Any) -> None:
@@ -163,8 +163,8 @@ async def test_what_a_jobs_first_node_has_is_older_than_what_its_second_one_copi
 async def test_copying_an_earlier_server_s_files_ends_when_the_next_one_copies(
     stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.scheduler.reconciler.FOLLOW_S", 0.01)
-    monkeypatch.setattr("opentinker.scheduler.reconciler.COPY_TRIES", 10**6)
+    monkeypatch.setattr("opentinker.scheduler.run_copies.FOLLOW_S", 0.01)
+    monkeypatch.setattr("opentinker.scheduler.run_copies.TRIES", 10**6)
     remote = tmp_path / "remote"
     remote.write_text("a file where the folder should be")
     job = await stored.reach(await stored.rl(max_restarts=1), "RUNNING")
@@ -172,13 +172,112 @@ async def test_copying_an_earlier_server_s_files_ends_when_the_next_one_copies(
     log.write_text("one\n")
     stored.launcher.cluster = []
     await lose(stored, job)
-    await stored.until(lambda: any(name.startswith("copy:") for name in stored.service._reconciler._tasks))
+    await stored.until(lambda: stored.service._reconciler.copies.pending == (job["id"],))
     await stored.settle()
     stored.launcher.cluster = [Node("n2", "elsewhere", gpus=0, cpu_slots=1)]
     await copied(stored)
     remote.unlink()
     await stored.settle()
     assert not Storage(stored.settings.storage_url, stored.settings.runs_dir).exists(log)
+
+
+async def test_a_server_that_comes_and_goes_while_the_one_before_is_copied_is_copied_too(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.scheduler.run_copies.FOLLOW_S", 0.5)
+    remote = tmp_path / "remote"
+    remote.write_text("a file where the folder should be")
+    job = await stored.reach(await stored.rl(max_restarts=1), "RUNNING")
+    log = Path(job["run_dir"]) / "driver.log"
+    log.write_text("one\n")
+    await lose(stored, job)
+    await stored.until(lambda: kinds_of(stored, job).count("running") == 2)
+    log.write_text("one\ntwo\n")
+    await lose(stored, job)
+    await stored.until(lambda: kinds_of(stored, job).count("copying") == 2)
+    remote.unlink()
+    await copied(stored)
+    assert kinds_of(stored, job)[-1] == "copied"
+    assert Storage(stored.settings.storage_url, stored.settings.runs_dir).read(log) == b"one\ntwo\n"
+
+
+async def ended_with_a_log(stored: Any) -> dict[str, Any]:
+    """A job whose last lines the storage, which is away, does not get."""
+    job = await stored.reach(await stored.rl(), "RUNNING")
+    (Path(job["run_dir"]) / "driver.log").write_text("the end\n")
+    await stored.until(lambda: job["id"] in stored.launcher.ends)
+    stored.launcher.ends[job["id"]].set_result(DriverOutcome(""))
+    job = await stored.reach(job, "COMPLETED")
+    await stored.until_free(1)
+    return job
+
+
+def kinds_of(stored: Any, job: dict[str, Any]) -> list[str]:
+    return [event.kind for event in stored.store.events(job["id"])]
+
+
+async def test_what_was_to_be_copied_when_the_scheduler_died_is_copied_by_the_next(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = tmp_path / "remote"
+    remote.write_text("a file where the folder should be")
+    job = await ended_with_a_log(stored)
+    assert kinds_of(stored, job)[-2:] == ["released", "copying"]
+    await stored.crash()
+    remote.unlink()
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    stored.launcher.here = "n2"
+    for _ in range(2):  # another machine has not these files, or older ones
+        stored.boot()
+        assert stored.service._reconciler.copies.pending == ()
+        await stored.settle()
+        await stored.crash()
+    assert kinds_of(stored, job)[-1] == "copying"
+    monkeypatch.undo()
+    stored.boot()
+    await copied(stored)
+    log = Path(job["run_dir"]) / "driver.log"
+    assert Storage(stored.settings.storage_url, stored.settings.runs_dir).read(log) == b"the end\n"
+    assert kinds_of(stored, job)[-1] == "copied"
+    await stored.crash()
+    stored.boot()
+    await stored.settle()
+    assert kinds_of(stored, job).count("copied") == 1, "once and for all"
+
+
+async def test_what_a_later_server_copies_is_not_copied_again_after_a_crash(stored: Any, tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    remote.write_text("a file where the folder should be")
+    job = await stored.reach(await stored.rl(max_restarts=1), "RUNNING")
+    log = Path(job["run_dir"]) / "driver.log"
+    log.write_text("one\n")
+    stored.launcher.cluster = [Node("n2", "elsewhere", gpus=0, cpu_slots=1)]
+    await lose(stored, job)
+    await stored.until(lambda: any(spec.node_id == "n2" for spec in stored.launcher.servers.values()))
+    await stored.crash()
+    remote.unlink()
+    stored.boot()
+    assert stored.service._reconciler.copies.pending == ()
+    await stored.settle()
+    assert not Storage(stored.settings.storage_url, stored.settings.runs_dir).exists(log)
+
+
+@pytest.mark.parametrize("why", ["its folder is gone", "tried 3 times"])
+async def test_what_cannot_be_copied_is_said_and_not_tried_for_ever(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "tried 3 times":
+        monkeypatch.setattr("opentinker.scheduler.run_copies.FOLLOW_S", 0.01)
+        monkeypatch.setattr("opentinker.scheduler.run_copies.TRIES", 3)
+    (tmp_path / "remote").write_text("a file where the folder should be")
+    job = await ended_with_a_log(stored)
+    if why == "its folder is gone":
+        await stored.crash()
+        shutil.rmtree(job["run_dir"])
+        stored.boot()
+    await copied(stored)
+    last = stored.store.events(job["id"])[-1]
+    assert (last.kind, why in last.detail) == ("not_copied", True)
 
 
 @pytest.fixture
