@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class RunCopies:
-    """What is to be copied is in the store from when the job's server is gone until it is done: a crash loses none of it. A file
-    that is copied again is the same."""
+    """What is to be copied is in the store from the end of the job's server until it is done, so that a crash loses none of it.
+    A file that is copied again is the same."""
 
     def __init__(self, store: JobStore, settings: Settings, now: Callable[[], float]) -> None:
         self._store = store

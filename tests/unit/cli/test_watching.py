@@ -24,6 +24,7 @@ from opentinker.cli.ps import jobs_view
 from opentinker.cli.top import cluster_screen
 from opentinker.cli.wait import exit_code, reached
 from opentinker.scheduler.gpus import GpuUse
+from opentinker.scheduler.hosting import released
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
 
@@ -42,7 +43,7 @@ def finish(live: Any, job: dict[str, Any], cause: str = "") -> dict[str, Any]:
     live.do(live.world.until(lambda: job["id"] in launcher.ends))
     live.do(lambda: launcher.ends[job["id"]].set_result(DriverOutcome(cause)))
     ended: dict[str, Any] = live.reach(job, "COMPLETED", "FAILED")
-    live.do(live.world.until(lambda: live.world.service._reconciler.released(job["id"])))
+    live.do(live.world.until(lambda: released(live.world.store, job["id"])))
     return ended
 
 
