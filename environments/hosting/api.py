@@ -54,7 +54,6 @@ class Api:
             "/stats": self._stats,
             "/info": self._info,
         }
-        self._next: dict[str, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -117,19 +116,16 @@ class Api:
             raise InvalidRequestError("'args' must be an object: the constructor's arguments")
         _, answer = await self._asked(RESET, session, 0, body, pack([args, body.get("task")], "the task"), job)
         observation, tools, finalizes = unpack(answer)
-        self._next[session.hex()] = 0
         return {"session": session.hex(), "observation": observation, "tools": tools, "finalizes": finalizes}
 
     async def _step(self, body: dict[str, Any], job: str) -> dict[str, Any]:
         session = _session(body)
         key = session.hex()
-        index = body.get("step", self._next.get(key, 0))
+        index = body.get("step", self._hub.next_turn(session))
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < 2**32:
             raise InvalidRequestError("'step' must be the step's number in its session, from 0")
         action = [body.get("action"), body.get("truncated", False), body.get("reasoning", "")]
         kind, answer = await self._asked(STEP, session, index, body, pack(action, "the action"), job)
-        if key in self._next:
-            self._next[key] = index + 1
         reward, components, observation, metrics = unpack(answer)
         return {
             "session": key,
@@ -150,7 +146,6 @@ class Api:
     async def _close(self, body: dict[str, Any], job: str) -> dict[str, Any]:
         session = _session(body)
         await self._asked(CLOSE, session, 0, body, b"", job)
-        self._next.pop(session.hex(), None)
         return {"session": session.hex(), "closed": True}
 
     async def _tasks(self, body: dict[str, Any], job: str) -> dict[str, Any]:

@@ -127,6 +127,11 @@ class Hub:
             self._clients.pop(client, None)
             self._left[client] = time.monotonic()
 
+    def next_turn(self, session: bytes) -> int:
+        """The index of a session's next step; 0 if it is not known."""
+        found = self._sessions.get(session)
+        return found.turns if found is not None else 0
+
     async def ask(self, op: int, session: bytes, index: int, timeout_s: float, body: bytes, job: str) -> tuple[int, bytes]:
         """As `handle`, and waits for the answer: kind and body."""
         future: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()

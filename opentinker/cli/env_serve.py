@@ -10,6 +10,7 @@ import typer
 
 from opentinker.cli.common import err, out
 from opentinker.client.local import API_KEY_VARIABLE
+from opentinker.errors import ConfigError
 
 
 class IsolationChoice(StrEnum):
@@ -48,7 +49,13 @@ def serve(
     """
     from opentinker.env.load import load_environment
     from opentinker.environments.hosting.auth import Token
-    from opentinker.environments.hosting.serve import EnvironmentServer, run
+
+    try:
+        from opentinker.environments.hosting.serve import EnvironmentServer, run
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"hosting an environment needs the package '{error.name}'", hint="pip install 'opentinker[environments]'"
+        ) from None
     from opentinker.environments.hosting.settings import HostSettings
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

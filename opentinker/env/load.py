@@ -6,8 +6,10 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from opentinker.config.base import nearest
@@ -38,6 +40,25 @@ def load_environment(name: str | type[Environment], base_dir: Path | None = None
 def name_of(environment: type[Environment]) -> tuple[str, Path] | None:
     """By what name, relative to which folder, a class was loaded; None if it was given as a class."""
     return _names.get(environment)
+
+
+def load_function(name: str, base_dir: Path | None = None) -> Callable[..., Any]:
+    """The function that `path/to/file.py:function` names.
+
+    Raises:
+        EnvironmentLoadError: the file or the function is missing, or the import fails.
+    """
+    path, colon, attribute = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise EnvironmentLoadError(f"'{name}' names no function", hint="name it path/to/file.py:function")
+    file = ((base_dir or Path()) / Path(path).expanduser()).resolve()
+    if not file.is_file():
+        raise EnvironmentLoadError(f"the file {file} does not exist", hint="name it path/to/file.py:function")
+    found = getattr(_import(file), attribute, None)
+    if not callable(found):
+        raise EnvironmentLoadError(f"{file} has no function '{attribute}'")
+    function: Callable[..., Any] = found
+    return function
 
 
 def _named(name: str, base_dir: Path | None) -> object:

@@ -179,6 +179,11 @@ class RemoteEnvironment(Environment):
         if given is None:
             named = _split(urls)
             self._servers = _servers(tuple(named), token, str(token_file) if token_file is not None else None)
+        elif token is not None:
+            raise ConfigError(
+                "environment.args is no place for a token: configs are stored and shown",
+                hint=f"use token_file, or the variable {TOKEN_VARIABLE} (environment.secrets brings it to a submitted job)",
+            )
         else:
             self._servers = given.with_file(token_file)
         self._args = args
