@@ -75,6 +75,8 @@ class Coroutines:
             outcome = ERROR, problem_body(EnvironmentFailedError(f"{what} raised CancelledError"))
         except OpenTinkerError as error:
             outcome = ERROR, problem_body(error)
+        except Exception as error:  # in what was answered
+            outcome = ERROR, problem_body(EnvironmentFailedError(f"{what}: {type(error).__name__}: {error}"))
         self._tasks.pop(call, None)
         call.finished = True
         self._executor.finish(call, outcome)

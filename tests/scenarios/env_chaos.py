@@ -124,9 +124,12 @@ class Server:
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children()
 
-    def kill_one(self) -> None:
-        if found := self.workers():
-            random.choice(found).send_signal(signal.SIGKILL)
+    def kill_one(self, workers: int) -> bool:
+        """Kill a worker, if all of them are ready."""
+        if self.stats()["workers"] < workers:
+            return False
+        random.choice(self.workers()).send_signal(signal.SIGKILL)
+        return True
 
     def stats(self) -> dict[str, Any]:
         import httpx
@@ -181,8 +184,7 @@ async def play(args: argparse.Namespace, server: Server, log: Path) -> tuple[lis
         nonlocal kills
         while True:
             await asyncio.sleep(args.kill_every)
-            server.kill_one()
-            kills += 1
+            kills += await asyncio.to_thread(server.kill_one, args.workers)
 
     killing = asyncio.create_task(killer())
     groups = await runner.run(range(args.sessions), 1, step=0)
