@@ -24,7 +24,7 @@ from opentinker.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Walls = Literal["auto", "namespaces", "bubblewrap", "unsafe_none"]
-"""'auto' takes namespaces, or bubblewrap where only that may make them; 'unsafe_none' gives the code all rights of this user."""
+"""'auto' takes namespaces, or bubblewrap where only that may make them; 'unsafe_none' gives the code this user's rights."""
 WALLS: tuple[Walls, ...] = ("auto", "namespaces", "bubblewrap", "unsafe_none")
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _START_TIMEOUT_S = 30.0
@@ -65,8 +65,8 @@ class SandboxLimits:
 class Execution:
     """What a call did.
 
-    `outcome` is 'ok', 'error' (an exception, shown in `output`), 'timeout' (stopped, its variables are kept), 'killed' (it would
-    not stop) or 'died' (the interpreter ended, by a limit or by itself). After the last two all variables are gone.
+    `outcome` is 'ok', 'error' (an exception, shown in `output`), 'timeout' (stopped, its variables are kept), 'killed' (it
+    would not stop) or 'died' (the interpreter ended, by a limit or by itself). After the last two all variables are gone.
     """
 
     output: str
