@@ -155,6 +155,7 @@ class _Guest:
 
     def __init__(self, walls: Walls, limits: SandboxLimits, packages: Sequence[str]) -> None:
         where = layout(packages)
+        system_calls = b"" if walls == "unsafe_none" else filter_program()
         replies, told = os.pipe()
         folder = tempfile.mkdtemp(prefix="opentinker-unsafe-") if walls == "unsafe_none" else None
         try:
@@ -199,7 +200,7 @@ class _Guest:
         settings = {
             "limits": _rlimits(limits),
             "nice": 5,
-            "filter": "" if folder else base64.b64encode(filter_program()).decode(),
+            "filter": base64.b64encode(system_calls).decode(),
             "paths": [PACKAGES] if folder is None else [p for p in sys.path if p.endswith("-packages")],
         }
         reply = self.ask(settings, said, _START_TIMEOUT_S)

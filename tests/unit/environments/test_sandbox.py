@@ -124,6 +124,11 @@ def test_named_packages_can_be_imported_and_no_others(walls: Walls) -> None:
         PythonSandbox(walls, packages=("nosuchpackage",))
 
 
+def test_no_other_packages_files_can_be_read(sandbox: PythonSandbox) -> None:
+    code = "import os\nfor d, ds, fs in os.walk('/'):\n  if d.endswith('-packages'): print(ds, fs)\n  if 'opentinker' in d: print(d)"
+    assert set(run(sandbox, code).output.splitlines()) <= {"[] []"}
+
+
 # What it keeps out
 
 
