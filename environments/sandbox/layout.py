@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from opentinker.errors import ConfigError
 
-_LIBRARIES = ("/lib", "/lib32", "/lib64", "/libx32", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32")
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _LOADER_FILES = ("/etc/ld.so.cache", f"/etc/ld-musl-{os.uname().machine}.path")
+_KINDS = ("site", "dist")
 PACKAGES = "/packages"
 GUEST = "/sandbox/guest.py"
 
@@ -37,16 +38,26 @@ def layout(packages: Sequence[str] = ()) -> Layout:
         ConfigError: a package is not installed.
     """
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    library = os.path.dirname(os.path.realpath(sysconfig.get_path("stdlib")))
+    standard = os.path.realpath(sysconfig.get_path("stdlib"))
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     links = tuple((os.readlink(p), p) for p in _LIBRARIES if os.path.islink(p))
-    folders = [p for p in _LIBRARIES if os.path.isdir(p) and not os.path.islink(p)]
-    if not _below(library, folders):
-        folders.append(library)
+    folders = []
+    for folder in (p for p in _LIBRARIES if os.path.isdir(p) and not os.path.islink(p)):
+        # Where libraries have a folder per architecture, the other ones beside it hold programs.
+        inner = os.path.join(folder, multiarch)
+        folders.append(inner if multiarch and os.path.isdir(inner) else folder)
+    if not _below(standard, folders):
+        # A Python of its own keeps its shared libraries beside its standard library; the system's does not.
+        own = os.path.dirname(standard)
+        folders.append(standard if own in _LIBRARIES else own)
     binds = [(p, p) for p in folders]
     binds += [(p, p) for p in _LOADER_FILES if os.path.isfile(p)]
     if not _below(python, folders):
         binds.append((python, python))
-    covered = [p for f in folders for kind in ("site", "dist") for p in glob.glob(f"{glob.escape(f)}/python*/{kind}-packages")]
+    inside = [
+        f"{glob.escape(folder)}/{depth}{kind}-packages" for folder in folders for depth in ("", "python*/") for kind in _KINDS
+    ]
+    covered = [p for pattern in inside for p in glob.glob(pattern)]
     binds.append((os.path.join(os.path.dirname(__file__), "guest.py"), GUEST))
     binds += [found for name in packages for found in _package(name)]
     return Layout(python, tuple(binds), tuple(p for p in covered if not os.path.islink(p)), links)

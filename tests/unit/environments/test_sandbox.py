@@ -41,8 +41,20 @@ def walls(request: pytest.FixtureRequest) -> Walls:
 
 
 @pytest.fixture
-def sandbox(walls: Walls) -> Iterator[PythonSandbox]:
+def walled(walls: Walls) -> Iterator[PythonSandbox]:
+    """By either kind of walls: for what they keep out."""
     with PythonSandbox(walls) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture
+def sandbox() -> Iterator[PythonSandbox]:
+    """For what the interpreter does, which is the same within all walls."""
+    try:
+        usable_walls()
+    except ConfigError as error:
+        pytest.skip(f"this kernel gives us no namespaces: {error.detail}")
+    with PythonSandbox() as sandbox:
         yield sandbox
 
 
@@ -62,9 +74,9 @@ def ours() -> set[int]:
 # What a Python tool is for
 
 
-def test_variables_imports_and_functions_are_there_in_the_next_call(sandbox: PythonSandbox) -> None:
-    assert run(sandbox, "import math\nx = 20\ndef twice(n): return 2 * n").outcome == "ok"
-    assert run(sandbox, "print(twice(x) + math.isqrt(5))").output == "42\n"
+def test_variables_imports_and_functions_are_there_in_the_next_call(walled: PythonSandbox) -> None:
+    assert run(walled, "import math\nx = 20\ndef twice(n): return 2 * n").outcome == "ok"
+    assert run(walled, "print(twice(x) + math.isqrt(5))").output == "42\n"
 
 
 def test_the_value_of_the_last_expression_is_printed(sandbox: PythonSandbox) -> None:
@@ -124,21 +136,26 @@ def test_named_packages_can_be_imported_and_no_others(walls: Walls) -> None:
         PythonSandbox(walls, packages=("nosuchpackage",))
 
 
-def test_no_other_packages_files_can_be_read(sandbox: PythonSandbox) -> None:
-    code = "import os\nfor d, ds, fs in os.walk('/'):\n  if d.endswith('-packages'): print(ds, fs)\n  if 'opentinker' in d: print(d)"
-    assert set(run(sandbox, code).output.splitlines()) <= {"[] []"}
+def test_no_other_packages_files_can_be_read(walled: PythonSandbox) -> None:
+    code = """
+    import os
+    for folder, folders, files in os.walk("/"):
+        if folder.endswith("-packages"): print(folders, files)
+        if "opentinker" in folder: print(folder)
+    """
+    assert set(run(walled, code).output.splitlines()) <= {"[] []"}
 
 
 # What it keeps out
 
 
 def test_it_cannot_read_keys_of_the_process_that_runs_it(
-    sandbox: PythonSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    walled: PythonSandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OPENTINKER_API_KEY", "ot-secret-key")
     secret = tmp_path / "config.yaml"
     secret.write_text("ot-secret-key")
-    with PythonSandbox(sandbox._walls) as started_with_the_key:
+    with PythonSandbox(walled._walls) as started_with_the_key:
         result = run(
             started_with_the_key,
             f"""
@@ -160,10 +177,10 @@ def test_it_cannot_read_keys_of_the_process_that_runs_it(
     assert [line for line in result.output.splitlines() if line.startswith("SEES") and "/etc/ld" not in line] == []
 
 
-def test_it_runs_without_our_open_files(sandbox: PythonSandbox, tmp_path: Path) -> None:
+def test_it_runs_without_our_open_files(walled: PythonSandbox, tmp_path: Path) -> None:
     with open(tmp_path / "open", "w+") as file:
         os.set_inheritable(file.fileno(), True)
-        with PythonSandbox(sandbox._walls) as later:
+        with PythonSandbox(walled._walls) as later:
             result = run(
                 later, "import os\nfor n in range(3, 64):\n  try: print(n, oct(os.fstat(n).st_mode))\n  except OSError: pass"
             )
@@ -171,12 +188,12 @@ def test_it_runs_without_our_open_files(sandbox: PythonSandbox, tmp_path: Path) 
     assert kinds <= {"0o10", "0o1"}, result.output  # pipes: the requests and the replies
 
 
-def test_it_cannot_open_a_socket(sandbox: PythonSandbox) -> None:
+def test_it_cannot_open_a_socket(walled: PythonSandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         port = server.getsockname()[1]
         result = run(
-            sandbox,
+            walled,
             CTYPES
             + f"""
 import socket
@@ -196,10 +213,10 @@ attempt("syscall", 41 if os.uname().machine == "x86_64" else 198, 2, 1, 0)
     assert "SUCCEEDED" not in result.output
 
 
-def test_it_cannot_start_processes_and_a_fork_bomb_is_nothing(sandbox: PythonSandbox) -> None:
+def test_it_cannot_start_processes_and_a_fork_bomb_is_nothing(walled: PythonSandbox) -> None:
     before = len(psutil.pids())
     result = run(
-        sandbox,
+        walled,
         CTYPES
         + """
 import subprocess, multiprocessing
@@ -241,10 +258,10 @@ def test_threads_work_up_to_a_limit(sandbox: PythonSandbox) -> None:
     assert works(sandbox)
 
 
-def test_it_cannot_fill_the_disk(sandbox: PythonSandbox) -> None:
+def test_it_cannot_fill_the_disk(walled: PythonSandbox) -> None:
     before = shutil.disk_usage("/").free
     result = run(
-        sandbox,
+        walled,
         """
         import errno
         written, files = 0, 0
@@ -260,7 +277,7 @@ def test_it_cannot_fill_the_disk(sandbox: PythonSandbox) -> None:
     )
     assert result.output in ("ENOSPC\nTrue\n", "EFBIG\nTrue\n")
     assert shutil.disk_usage("/").free > before - 100_000_000
-    assert works(sandbox)
+    assert works(walled)
 
 
 def test_it_cannot_make_files_without_end(walls: Walls) -> None:
@@ -272,9 +289,9 @@ def test_it_cannot_make_files_without_end(walls: Walls) -> None:
         assert run(sandbox, "print(n < 300)").output == "True\n"
 
 
-def test_it_cannot_write_anywhere_but_into_its_own_tmp(sandbox: PythonSandbox) -> None:
+def test_it_cannot_write_anywhere_but_into_its_own_tmp(walled: PythonSandbox) -> None:
     result = run(
-        sandbox,
+        walled,
         """
         import os
         for folder, folders, files in os.walk("/"):
@@ -321,12 +338,12 @@ def test_shared_memory_that_no_limit_counts_is_refused(sandbox: PythonSandbox) -
     assert result.output.count("not permitted") == 3, result.output
 
 
-def test_it_cannot_kill_who_runs_it(sandbox: PythonSandbox) -> None:
+def test_it_cannot_kill_who_runs_it(walled: PythonSandbox) -> None:
     us = os.getpid()
     for target in ("1", "-1", "0", "os.getppid()", str(us), f"-{os.getpgid(0)}", "os.getpid()"):
-        run(sandbox, f"import os, signal\ntry: os.kill({target}, signal.SIGKILL)\nexcept OSError as error: print(error)")
-        run(sandbox, f"import os, signal\ntry: os.kill({target}, signal.SIGSTOP)\nexcept OSError as error: print(error)", 0.5)
-        assert works(sandbox)
+        run(walled, f"import os, signal\ntry: os.kill({target}, signal.SIGKILL)\nexcept OSError as error: print(error)")
+        run(walled, f"import os, signal\ntry: os.kill({target}, signal.SIGSTOP)\nexcept OSError as error: print(error)", 0.5)
+        assert works(walled)
     assert psutil.Process(us).is_running()
 
 
@@ -341,21 +358,21 @@ def test_it_cannot_kill_who_runs_it(sandbox: PythonSandbox) -> None:
         'attempt("syscall", 56 if os.uname().machine == "x86_64" else 220, 17, 0, 0, 0, 0); attempt("syscall", 435, 0, 0)',
     ],
 )
-def test_it_cannot_trace_mount_leave_or_become_root(sandbox: PythonSandbox, attempts: str) -> None:
-    result = run(sandbox, CTYPES + attempts)
+def test_it_cannot_trace_mount_leave_or_become_root(walled: PythonSandbox, attempts: str) -> None:
+    result = run(walled, CTYPES + attempts)
     assert result.output, result
     assert "SUCCEEDED" not in result.output
 
 
-def test_it_has_no_capabilities_and_cannot_get_any(sandbox: PythonSandbox) -> None:
-    result = run(sandbox, CTYPES + "print(libc.prctl(39, 0, 0, 0, 0), libc.prctl(21, 0, 0, 0, 0), os.getuid() != 0)")
+def test_it_has_no_capabilities_and_cannot_get_any(walled: PythonSandbox) -> None:
+    result = run(walled, CTYPES + "print(libc.prctl(39, 0, 0, 0, 0), libc.prctl(21, 0, 0, 0, 0), os.getuid() != 0)")
     assert result.output == "1 2 True\n"  # no new privileges; seccomp filters
     capget = (
         CTYPES
         + "h = (ctypes.c_uint32 * 2)(0x20080522, 0); d = (ctypes.c_uint32 * 6)()\n"
         + "print(libc.capget(h, d), list(d)[:2], list(d)[3:5])"
     )
-    assert run(sandbox, capget).output == "0 [0, 0] [0, 0]\n"
+    assert run(walled, capget).output == "0 [0, 0] [0, 0]\n"
 
 
 def test_a_flood_of_output_is_cut_and_ends_in_time(sandbox: PythonSandbox) -> None:
@@ -485,17 +502,17 @@ sandbox.run("while True: pass", 60)
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_nothing_is_left_when_the_warden_is_killed(sandbox: PythonSandbox) -> None:
-    run(sandbox, "1")
-    assert sandbox._guest is not None
-    warden = psutil.Process(sandbox._guest._process.pid)
+def test_nothing_is_left_when_the_warden_is_killed(walled: PythonSandbox) -> None:
+    run(walled, "1")
+    assert walled._guest is not None
+    warden = psutil.Process(walled._guest._process.pid)
     below = warden.children(recursive=True)
     assert below
     warden.kill()
     _, alive = psutil.wait_procs(below, timeout=5)
     assert not alive
-    assert run(sandbox, "1").outcome == "died"
-    assert works(sandbox)
+    assert run(walled, "1").outcome == "died"
+    assert works(walled)
 
 
 def test_it_outlives_the_thread_that_started_it(sandbox: PythonSandbox) -> None:
