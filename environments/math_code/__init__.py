@@ -31,6 +31,27 @@ INSTRUCTIONS: dict[Calls, str] = {
     "fenced": "You can run Python code: write it in a ```python block and end your message; you get what it prints. Variables "
     "are kept between blocks. When you know the answer, put it within \\boxed{}.",
 }
+EXAMPLES: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "Mia has 14 pears. She eats 3 and picks 8 more. How many pears does she have now?",
+        "```python\nprint(14 - 3 + 8)\n```",
+        "19",
+        "She has \\boxed{19} pears.",
+    ),
+    (
+        "What is $\\frac{1}{2} + \\frac{1}{3}$? Give a fraction in lowest terms.",
+        "```python\nfrom fractions import Fraction\nprint(Fraction(1, 2) + Fraction(1, 3))\n```",
+        "5/6",
+        "It is \\boxed{\\frac{5}{6}}.",
+    ),
+    (
+        "What is the remainder when $3^{100}$ is divided by 17?",
+        "```python\nprint(3**100 % 17)\n```",
+        "13",
+        "The remainder is \\boxed{13}.",
+    ),
+)
+"""Question, code, what it prints, answer: solved as earlier turns, where code is written in blocks."""
 CALLS_PER_ACTION = 4
 """More calls in one message are refused: a step has a deadline."""
 LAST_CALL = "[That was your last call. Give your answer within \\boxed{}.]"
@@ -42,7 +63,8 @@ class MathCode(Environment):
     `calls`: 'tool' declares a tool, and its results are tool messages; 'fenced' asks for ```python blocks and answers as the
     user, for models without tools in their chat template. Either way of calling is understood in both. A right answer earns 1,
     of which `format_reward` is for any answer in a box. `sandbox` says how code is walled in; without walls it does not start,
-    unless `sandbox='unsafe_none'`. `packages` are importable in it, beside the standard library.
+    unless `sandbox='unsafe_none'`. `packages` are importable in it, beside the standard library. With
+    'fenced', `examples` (0 to 3) solved problems can precede the question.
     """
 
     task_columns: ClassVar[tuple[str, ...]] = ("question", "answer")
@@ -52,6 +74,7 @@ class MathCode(Environment):
         max_calls: int = 6,
         format_reward: float = 0.1,
         calls: Calls = "tool",
+        examples: int = 0,
         instruction: str | None = None,
         sandbox: Walls = "auto",
         packages: Sequence[str] = ("sympy", "mpmath"),
@@ -64,6 +87,9 @@ class MathCode(Environment):
             raise ConfigError(f"calls '{calls}' is not known", hint=f"take one of {', '.join(INSTRUCTIONS)}")
         if not 0 <= format_reward <= 1:
             raise ConfigError(f"format_reward is {format_reward}", hint="it is a part of the reward, from 0 to 1")
+        if not 0 <= examples <= len(EXAMPLES) or (examples and calls != "fenced"):
+            raise ConfigError(f"there are no {examples} examples", hint=f"0 to {len(EXAMPLES)}, and only with calls='fenced'")
+        self._examples = EXAMPLES[:examples]
         self.tools = (PYTHON_TOOL,) if calls == "tool" else ()
         self._role = "tool" if calls == "tool" else "user"
         self._calls_left = max_calls
@@ -99,10 +125,13 @@ class MathCode(Environment):
         for task in tasks.first(GOLDS_CHECKED):
             check_gold(gold_of(task["answer"]))
 
-    def reset(self, task: Any) -> str:
+    def reset(self, task: Any) -> list[Message]:
         self._gold = gold_of(task["answer"])
-        question = str(task["question"])
-        return f"{question}\n\n{self._instruction}" if self._instruction else question
+        messages: list[Message] = []
+        for question, code, printed, answer in self._examples:
+            messages += [self._question(question), {"role": "assistant", "content": code}]
+            messages += [{"role": "user", "content": f"Output:\n{printed}"}, {"role": "assistant", "content": answer}]
+        return [*messages, self._question(str(task["question"]))]
 
     def step(self, action: Action) -> StepResult:
         codes, errors = self._asked(action.text)
@@ -125,6 +154,9 @@ class MathCode(Environment):
 
     def close(self) -> None:
         self._sandbox.close()
+
+    def _question(self, text: str) -> Message:
+        return {"role": "user", "content": f"{text}\n\n{self._instruction}" if self._instruction else text}
 
     def _asked(self, text: str) -> tuple[list[str], list[str]]:
         """The code that a message asks to run, and what is wrong with its malformed calls."""

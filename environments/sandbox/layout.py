@@ -1,5 +1,6 @@
 """What a sandbox sees of the machine's files: the interpreter, its standard library, the system's libraries, named packages."""
 
+import functools
 import glob
 import importlib.util
 import os
@@ -31,7 +32,8 @@ class Layout:
     """(text, target) of symbolic links."""
 
 
-def layout(packages: Sequence[str] = ()) -> Layout:
+@functools.cache
+def layout(packages: tuple[str, ...] = ()) -> Layout:
     """The files of a sandbox of this interpreter, with `packages` importable.
 
     Raises:

@@ -153,7 +153,7 @@ class _Output:
 class _Guest:
     """The processes of one sandbox, and the pipes to them."""
 
-    def __init__(self, walls: Walls, limits: SandboxLimits, packages: Sequence[str]) -> None:
+    def __init__(self, walls: Walls, limits: SandboxLimits, packages: tuple[str, ...]) -> None:
         where = layout(packages)
         system_calls = b"" if walls == "unsafe_none" else filter_program()
         replies, told = os.pipe()
@@ -198,7 +198,7 @@ class _Guest:
         self._finalizer = weakref.finalize(self, _end, self._process, replies, folder)
         said = _Output(2000)
         settings = {
-            "limits": _rlimits(limits),
+            "limits": _rlimits(limits, walled=folder is None),
             "nice": 5,
             "filter": base64.b64encode(system_calls).decode(),
             "paths": [PACKAGES] if folder is None else [p for p in sys.path if p.endswith("-packages")],
@@ -294,8 +294,8 @@ def _end(process: "subprocess.Popen[bytes]", replies: int, folder: str | None) -
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rlimits(limits: SandboxLimits) -> dict[str, int]:
-    return {
+def _rlimits(limits: SandboxLimits, walled: bool) -> dict[str, int]:
+    found = {
         "RLIMIT_AS": limits.memory_bytes,
         "RLIMIT_CPU": limits.cpu_s,
         "RLIMIT_FSIZE": limits.tmp_bytes,
@@ -307,6 +307,9 @@ def _rlimits(limits: SandboxLimits) -> dict[str, int]:
         "RLIMIT_NICE": 0,
         "RLIMIT_RTPRIO": 0,
     }
+    if not walled:  # it would count all processes of this user
+        del found["RLIMIT_NPROC"]
+    return found
 
 
 _warned = threading.Event()

@@ -252,6 +252,14 @@ def test_odd_texts_get_a_verdict(checker: AnswerChecker) -> None:
         assert checker.check("3", text, 5.0).status in ("wrong", "error", "timeout"), text
 
 
+def test_an_answer_that_is_python_code_is_not_executed(checker: AnswerChecker, tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    for code in (f"open('{touched}', 'w')", f"1 + open('{touched}', 'w')", f"$2 * (lambda: open('{touched}', 'w'))()$"):
+        assert checker.check("3", code, 5.0).status in ("wrong", "error")
+        assert checker.check("3", f"\\text{{{code}}}", 5.0).status in ("wrong", "error")
+    assert not touched.exists()
+
+
 def test_checkers_end_with_the_process_that_started_them() -> None:
     program = """
 import threading, time

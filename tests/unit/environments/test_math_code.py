@@ -9,7 +9,7 @@ import pytest
 from opentinker.env.environment import Action, Message, StepResult
 from opentinker.env.execution import checked_step
 from opentinker.environments.math.rows import rows
-from opentinker.environments.math_code import CALLS_PER_ACTION, LAST_CALL, MathCode
+from opentinker.environments.math_code import CALLS_PER_ACTION, EXAMPLES, LAST_CALL, MathCode
 from opentinker.environments.sandbox import sandbox as sandbox_module
 from opentinker.environments.sandbox import usable_walls
 from opentinker.errors import ConfigError
@@ -154,6 +154,19 @@ def test_it_is_scored_by_what_a_policy_computes() -> None:
         play.environment.close()
 
 
+def test_the_solved_examples_are_true() -> None:
+    for question, code, printed, answer in EXAMPLES:
+        play = Play(printed, calls="fenced")
+        result = play.say(code)
+        assert result.observation == ({"role": "user", "content": f"Output:\n{printed}"},)
+        assert play.say(answer).reward == 1.0
+        assert question not in {row["question"] for row in rows("train") + rows("held_out")}
+        play.environment.close()
+    prompt = Play(calls="fenced", examples=2, instruction="").prompt
+    assert [m["role"] for m in prompt] == ["user", "assistant"] * 4 + ["user"]
+    assert prompt[-1]["content"] == "What is 6 times 7?"
+
+
 def test_no_process_is_started_by_an_episode_without_code() -> None:
     play = Play()
     assert play.environment._sandbox._guest is None
@@ -173,7 +186,9 @@ def test_a_job_without_a_sandbox_is_refused_when_its_tasks_are_loaded(monkeypatc
             make()
 
 
-@pytest.mark.parametrize("args", [{"calls": "shouted"}, {"format_reward": -1}, {"sandbox": "none"}, {"packages": ["nosuch"]}])
+@pytest.mark.parametrize(
+    "args", [{"calls": "shouted"}, {"format_reward": -1}, {"sandbox": "none"}, {"packages": ["nosuch"]}, {"examples": 1}]
+)
 def test_arguments_out_of_range_are_refused(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         MathCode(**args)
