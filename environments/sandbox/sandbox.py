@@ -1,7 +1,6 @@
 """A Python interpreter behind walls: it keeps its variables between calls, and nothing that it does reaches the machine."""
 
 import base64
-import functools
 import json
 import logging
 import os
@@ -313,6 +312,7 @@ def _rlimits(limits: SandboxLimits, walled: bool) -> dict[str, int]:
 
 
 _warned = threading.Event()
+_trying, _working = threading.Lock(), set[Walls]()
 _HINT = (
     "install bubblewrap, or allow user namespaces: sysctl user.max_user_namespaces above 0, and for a container "
     "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined (see environments/sandbox/README.md); "
@@ -321,7 +321,7 @@ _HINT = (
 
 
 def usable_walls(walls: Walls = "auto") -> Walls:
-    """The walls that `walls` comes to on this machine, tried once per process by starting a sandbox.
+    """The walls that `walls` comes to on this machine, tried by starting a sandbox once per process.
 
     Raises:
         ConfigError: none works, or there are none of that name; the hint says how to get some.
@@ -345,14 +345,15 @@ def usable_walls(walls: Walls = "auto") -> Walls:
     raise ConfigError("; ".join(causes), hint=_HINT)
 
 
-@functools.cache
 def _tried(walls: Walls) -> str | None:
-    """Why a sandbox with these walls does not start; None if it does."""
+    """Why a sandbox with these walls does not start; None if it does. What worked once is not tried again."""
     if sys.platform != "linux":
         return f"no sandbox by {walls}: it needs Linux"
-    try:
-        guest = _Guest(walls, SandboxLimits(), ())
-    except ConfigError as error:
-        return error.detail
-    guest.close()
+    with _trying:
+        if walls not in _working:
+            try:
+                _Guest(walls, SandboxLimits(), ()).close()
+            except ConfigError as error:
+                return error.detail
+            _working.add(walls)
     return None

@@ -553,6 +553,32 @@ def test_where_no_namespaces_can_be_had_it_refuses_and_says_what_to_do() -> None
     assert "unsafe_none" in last
 
 
+AS_IN_DOCKER = """
+import ctypes, struct
+def step(opcode, constant, if_true=0, if_false=0): return struct.pack("<HBBI", opcode, if_true, if_false, constant)
+code = [step(0x20, 0)]
+for number in (272, 165, 166, 155, 308):  # unshare, mount, umount2, pivot_root, setns
+    code += [step(0x15, number, 0, 1), step(6, 0x50001)]
+code += [step(0x15, 435, 0, 1), step(6, 0x50026)]  # clone3
+code += [step(0x15, 56, 0, 3), step(0x20, 16), step(0x45, 0x7E020000, 0, 1), step(6, 0x50001), step(6, 0x7FFF0000)]
+class Program(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_void_p)]
+steps = ctypes.create_string_buffer(b"".join(code))
+program = Program(len(code), ctypes.cast(steps, ctypes.c_void_p))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
+from opentinker.environments.sandbox import PythonSandbox
+PythonSandbox()
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter's numbers are those of x86_64")
+def test_behind_a_filter_like_dockers_own_it_refuses_and_names_the_option() -> None:
+    done = subprocess.run([sys.executable, "-c", AS_IN_DOCKER], capture_output=True, text=True, timeout=60)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "ConfigError: no sandbox by namespaces: [Errno 1] clone into new namespaces: Operation not permitted" in last
+    assert "docker run --security-opt seccomp=unconfined" in last
+
+
 def test_without_walls_it_runs_only_when_told_so_and_warns(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
