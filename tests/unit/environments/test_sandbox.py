@@ -553,6 +553,48 @@ def test_where_no_namespaces_can_be_had_it_refuses_and_says_what_to_do() -> None
     assert "unsafe_none" in last
 
 
+WITHOUT_USER_NAMESPACES = """
+import ctypes, os, sys
+mapped, go = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    assert ctypes.CDLL(None).unshare(0x10000000) == 0
+    os.write(go[1], b"x")
+    os.read(mapped[0], 1)
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    open("/proc/sys/user/max_user_namespaces", "w").write("0")
+    os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+os.read(go[0], 1)
+for kind in ("gid", "uid"):
+    open(f"/proc/{child}/{kind}_map", "w").write("0 0 4294967295")
+os.write(mapped[1], b"x")
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can do without user namespaces")
+def test_root_needs_no_user_namespaces_and_the_code_is_not_root() -> None:
+    inside = """
+import os
+def attempt(function, *arguments):
+    try: print("SUCCEEDED", function(*arguments))
+    except OSError as error: print("refused", error)
+print("root" if 0 in (os.getuid(), os.getgid(), *os.getgroups()) else "nobody")
+attempt(os.setuid, 0); attempt(os.chown, "/tmp", 0, 0); attempt(os.fork); attempt(open, "/usr/new", "w")
+"""
+    program = (
+        f"from opentinker.environments.sandbox import PythonSandbox as S; s = S('namespaces'); print(s.run({inside!r}).output)"
+    )
+    command = [sys.executable, "-c", WITHOUT_USER_NAMESPACES, program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "max_user_namespaces" in done.stderr:
+        pytest.skip("the surroundings cannot be made here")
+    assert done.stdout.count("refused") == 4, done.stdout + done.stderr
+    assert done.stdout.startswith("nobody")
+    assert "SUCCEEDED" not in done.stdout
+
+
 AS_IN_DOCKER = """
 import ctypes, struct
 def step(opcode, constant, if_true=0, if_false=0): return struct.pack("<HBBI", opcode, if_true, if_false, constant)
