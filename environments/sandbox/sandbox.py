@@ -30,6 +30,7 @@ _START_TIMEOUT_S = 30.0
 _GRACE_S = 0.5
 """After its time, code first gets an exception, which keeps its variables; this much later the sandbox is killed."""
 _TAIL_BYTES = 1000
+_FLOOD_BYTES = 16 << 20
 _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
@@ -260,6 +261,8 @@ class _Guest:
             if not data:
                 return False
             output.add(data)
+        if output.dropped > _FLOOD_BYTES:  # it may block on a full pipe rather than keep this process busy
+            time.sleep(0.01)
         return True
 
     def close(self) -> None:
