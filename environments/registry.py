@@ -2,5 +2,6 @@
 
 BUILT_IN = {
     "arithmetic": "opentinker.environments.arithmetic:Arithmetic",
+    "gomoku": "opentinker.environments.gomoku:Gomoku",
     "guess_number": "opentinker.environments.guess_number:GuessNumber",
 }
