@@ -4,16 +4,18 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from opentinker.env.environment import Action, Environment, StepResult
+from opentinker.env.environment import Action, Environment, Message, StepResult
 from opentinker.env.tasks import GeneratedTasks, ListTasks, Split, TaskSource
 from opentinker.environments.gomoku.board import Board, Cell, Color, board_text, cell_name, cell_of
 from opentinker.environments.gomoku.game import Game, IllegalRule, Rules
-from opentinker.environments.gomoku.opponents import Opponent, check_opponent, make_opponent
+from opentinker.environments.gomoku.opponents import HeuristicOpponent, Opponent, check_opponent, make_opponent
 from opentinker.errors import InvalidRequestError
 
 HELD_OUT = 64
 """Held-out tasks; their opponents' seeds lie below this number, those of training above."""
 MAX_OPENING = 2
+EXAMPLE = -1
+"""Seeds the game of the example; no task has it."""
 _MARKS = {Color.BLACK: "X", Color.WHITE: "O"}
 
 
@@ -21,7 +23,7 @@ class Gomoku(Environment):
     """One game; the task says which colour the policy plays, from which opening, and seeds the opponent.
 
     Won, drawn and lost games earn `win`, `draw` and `loss`; each illegal answer costs `illegal_penalty`. A game that is cut off
-    before its end is lost.
+    before its end is lost. `example` shows a game that was won before the one to play.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class Gomoku(Environment):
         win: float = 1.0,
         draw: float = 0.0,
         loss: float = -1.0,
+        example: bool = False,
     ) -> None:
         check_opponent(opponent, opponent_noise)
         self._rules = Rules(size, win_length, illegal, retries)
         self._opponent_kind, self._opponent_noise = opponent, opponent_noise
         self._penalty = illegal_penalty
         self._earned = {"won": win, "draw": draw, "lost": loss}
+        self._example = example
         self._seat = Color.BLACK
         self._game: Game | None = None
         self._opponent: Opponent | None = None
@@ -62,12 +66,12 @@ class Gomoku(Environment):
             return GeneratedTasks(lambda seed: _training_task(seed, size))
         return ListTasks(_held_out_tasks(size), shuffle=False)
 
-    def reset(self, task: Any) -> str:
+    def reset(self, task: Any) -> Sequence[Message]:
         seed = task["opponent_seed"]
         try:
             self._seat = Color[task["seat"].upper()]
             opening = tuple(cell_of(name) for name in task["opening"])
-            self._game = Game(self._rules, opening, Random(f"illegal answers {seed}"))
+            self._game = Game(self._rules, opening, seed)
         except (KeyError, ValueError) as error:
             raise InvalidRequestError(f"the task {task!r} cannot be played on this board: {error}") from error
         self._opponent = make_opponent(self._opponent_kind, seed, self._opponent_noise)
@@ -76,7 +80,11 @@ class Gomoku(Environment):
             news.append(f"Stones on the board from the start: {', '.join(map(cell_name, opening))}.")
         if self._game.board.to_move is not self._seat:
             news.append(self._opponent_moves(self._game, self._opponent))
-        return "\n\n".join([self._introduction(), *news, self._position(self._game.board)])
+        position = "\n\n".join([*news, self._position(self._game.board)])
+        if not self._example:
+            return [_message("user", f"{self._introduction()}\n\n{position}")]
+        *messages, end = self._example_game()
+        return [*messages, _message("user", f"{end['content']}\n\nA new game.\n\n{position}")]
 
     def step(self, action: Action) -> StepResult:
         game, opponent = self._game, self._opponent
@@ -121,6 +129,16 @@ class Gomoku(Environment):
             f"Answer with the cell of your move, such as {middle}; the last cell that you name counts."
         )
 
+    def _example_game(self) -> list[Message]:
+        """A game that was won, as earlier turns: the heuristic in the policy's seat, against random moves."""
+        rules = self._rules
+        game, player = Gomoku(rules.size, rules.win_length), HeuristicOpponent(EXAMPLE)
+        messages = list(game.reset({"seat": self._seat.label, "opponent_seed": EXAMPLE, "opening": []}))
+        while game._game is not None and not game._game.over:
+            move = cell_name(player.move(game._game.board))
+            messages += [_message("assistant", move), _message("user", str(game.step(Action(move)).observation))]
+        return messages
+
     def _opponent_moves(self, game: Game, opponent: Opponent) -> str:
         cell = opponent.move(game.board)
         game.play(cell)
@@ -144,6 +162,10 @@ class Gomoku(Environment):
             "illegal": float(self._illegal),
             "moves": float(self._moves),
         }
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
 
 
 def _training_task(seed: int, size: int) -> dict[str, Any]:

@@ -56,8 +56,9 @@ class Ruling:
 class Game:
     """From an opening to its end. `winner` and `over` know of forfeits, too."""
 
-    def __init__(self, rules: Rules, opening: tuple[Cell, ...], random: Random) -> None:
-        """
+    def __init__(self, rules: Rules, opening: tuple[Cell, ...], seed: int) -> None:
+        """`seed` and the answers determine the random moves.
+
         Raises:
             ValueError: the opening has an illegal move, or ends the game.
         """
@@ -69,7 +70,7 @@ class Game:
         self.rules = rules
         self.board = board
         self.forfeited: Color | None = None
-        self._random = random
+        self._seed = seed
         self._failures_in_a_row = 0
 
     @property
@@ -102,7 +103,9 @@ class Game:
             self.play(cell)
             return Ruling(cell)
         if self.rules.illegal == "random":
-            cell = self._random.choice(self.board.empty_cells())
+            # The answer counts, so that members of a group who are wrong in different ways do not play the same game.
+            random = Random(f"{self._seed} {self.board.moves} {text[-LONGEST_ANSWER:]}")
+            cell = random.choice(self.board.empty_cells())
             self.play(cell)
             return Ruling(cell, problem)
         self._failures_in_a_row += 1

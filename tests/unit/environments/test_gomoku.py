@@ -16,6 +16,12 @@ BLACK = {"seat": "black", "opponent_seed": 3, "opening": []}
 WHITE = {"seat": "white", "opponent_seed": 3, "opening": []}
 
 
+def first(environment: Gomoku, task: dict[str, Any]) -> str:
+    """The text of the only first message."""
+    (message,) = environment.reset(task)
+    return str(message["content"])
+
+
 def board_of(text: str, size: int, win_length: int) -> Board:
     """The board that a prompt or reply shows: what a policy knows."""
     rows = re.findall(rf"^ *\d+((?: [.XO]){{{size}}})$", text, re.MULTILINE)[-size:]
@@ -31,7 +37,7 @@ def play(environment: Gomoku, task: dict[str, Any], seed: int = 0, *, heuristic:
     """A whole game by what the texts show."""
     size, length = environment._rules.size, environment._rules.win_length
     player = HeuristicOpponent(seed) if heuristic else RandomOpponent(seed)
-    text, results = environment.reset(task), []
+    text, results = first(environment, task), []
     while not results or not results[-1].done:
         results.append(environment.step(Action(cell_name(player.move(board_of(text, size, length))))))
         text = str(results[-1].observation)
@@ -43,26 +49,26 @@ def total(results: list[StepResult], component: str) -> float:
 
 
 def test_black_begins_and_white_is_answered_first() -> None:
-    first = Gomoku().reset(BLACK)
-    assert "as black (X)" in first
-    assert board_of(first, 9, 5).moves == 0
-    second = Gomoku().reset(WHITE)
+    text = first(Gomoku(), BLACK)
+    assert "as black (X)" in text
+    assert board_of(text, 9, 5).moves == 0
+    second = first(Gomoku(), WHITE)
     assert "as white (O)" in second
     assert board_of(second, 9, 5).moves == 1
     assert "Black plays" in second
 
 
 def test_the_opening_is_on_the_board_and_says_whose_turn_it_is() -> None:
-    text = Gomoku().reset({"seat": "black", "opponent_seed": 1, "opening": ["e5"]})
+    text = first(Gomoku(), {"seat": "black", "opponent_seed": 1, "opening": ["e5"]})
     board = board_of(text, 9, 5)
     assert board.color_at(cell_of("e5")) is Color.BLACK
     assert board.moves == 2  # white answered, so it is black's turn again
-    text = Gomoku().reset({"seat": "black", "opponent_seed": 1, "opening": ["e5", "a1"]})
+    text = first(Gomoku(), {"seat": "black", "opponent_seed": 1, "opening": ["e5", "a1"]})
     assert board_of(text, 9, 5).color_at(cell_of("a1")) is Color.WHITE
 
 
 def test_the_prompt_says_the_rules_and_how_to_answer() -> None:
-    text = Gomoku(size=7, win_length=4).reset(BLACK)
+    text = first(Gomoku(size=7, win_length=4), BLACK)
     for part in ("7 columns, a to g", "4 stones in a line", "such as d4", "Your move."):
         assert part in text
 
@@ -178,6 +184,31 @@ def test_a_game_of_illegal_answers_only_ends_where_random_moves_replace_them() -
         results.append(environment.step(Action("?")))
     assert len(results) <= 13
     assert results[-1].metrics["illegal"] == results[-1].metrics["moves"] == len(results)
+
+
+def test_random_moves_for_different_wrong_answers_differ() -> None:
+    played = set()
+    for text in ("?", "the middle", "z9", "I resign"):
+        environment = Gomoku(illegal="random")
+        environment.reset(BLACK)
+        played.add(str(environment.step(Action(text)).observation).partition(" was played")[0][-2:])
+    assert len(played) > 1
+
+
+@pytest.mark.parametrize("task", [BLACK, WHITE])
+def test_the_example_is_a_game_that_was_won_from_the_same_seat(task: dict[str, Any]) -> None:
+    environment = Gomoku(size=5, win_length=4, example=True)
+    *example, last = environment.reset(task)
+    assert [m["role"] for m in example] == ["user", "assistant"] * (len(example) // 2)
+    assert str(example[0]["content"]).startswith(f"You play gomoku as {task['seat']}")
+    for before, answer in zip(example[::2], example[1::2], strict=True):
+        board = board_of(str(before["content"]), 5, 4)
+        assert board.to_move is Color[task["seat"].upper()]
+        assert board.is_legal(cell_of(str(answer["content"])))
+    won, _, position = str(last["content"]).partition("A new game.")
+    assert won.startswith("You win.")
+    assert board_of(position, 5, 4).moves == (1 if task is WHITE else 0)
+    assert not environment.step(Action("a1" if board_of(position, 5, 4).is_legal((0, 0)) else "b2")).metrics["illegal"]
 
 
 def test_a_game_that_is_cut_off_is_lost() -> None:
