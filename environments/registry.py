@@ -6,4 +6,6 @@ BUILT_IN = {
     "geo3k_tools": "opentinker.environments.geo3k_tools:Geo3kTools",
     "gomoku": "opentinker.environments.gomoku:Gomoku",
     "guess_number": "opentinker.environments.guess_number:GuessNumber",
+    "math": "opentinker.environments.math:Math",
+    "math_code": "opentinker.environments.math_code:MathCode",
 }
