@@ -85,4 +85,9 @@ def rewards(verdict: Verdict, format_reward: float) -> dict[str, float]:
 
 
 def metrics(verdict: Verdict) -> dict[str, float]:
-    return {"exact": float(verdict.correct), "boxed": float(verdict.formatted), "unreadable": float(verdict.unreadable)}
+    return {
+        "exact": float(verdict.correct),
+        "boxed": float(verdict.formatted),
+        "unreadable": float(verdict.unreadable),
+        "checker_error": float(verdict.unchecked),
+    }

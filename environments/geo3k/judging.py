@@ -1,4 +1,4 @@
-"""Whether an answer is right. Numbers are compared exactly; what is no number goes to the math checker."""
+"""Whether an answer is right. Numbers are compared exactly; what is no number is judged by math-verify."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -6,15 +6,18 @@ from fractions import Fraction
 from opentinker.env.parsing import boxed
 from opentinker.environments.geo3k.exact import Exact, NotExactError
 from opentinker.environments.geo3k.reading import LONGEST, parse_exact
+from opentinker.environments.math.checker import shared_checker
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of an answer's text. `formatted`: it was in a box; `unreadable`: it is no number although the right answer is one."""
+    """Of an answer's text. `formatted`: it was in a box; `unreadable`: it is no number although the right answer is one;
+    `unchecked`: math-verify failed or took too long, which says nothing about the answer."""
 
     correct: bool
     formatted: bool
     unreadable: bool = False
+    unchecked: bool = False
 
 
 def judge(text: str, reference: str) -> Verdict:
@@ -25,7 +28,7 @@ def judge(text: str, reference: str) -> Verdict:
     try:
         expected = parse_exact(reference)
     except NotExactError:
-        return Verdict(_same_text(given, reference), formatted)
+        return _verified(given, reference, formatted)
     try:
         return Verdict(same_number(parse_exact(given), expected, reference), formatted)
     except NotExactError:
@@ -41,5 +44,10 @@ def same_number(given: Exact, expected: Exact, reference: str) -> bool:
     return rounded is not None and abs(Fraction(float(given)) - rounded) <= Fraction(1, 2 * 10**digits)
 
 
-def _same_text(given: str, reference: str) -> bool:
-    return "".join(given.split()) == "".join(reference.split())
+def _verified(given: str, reference: str, formatted: bool) -> Verdict:
+    if "".join(given.split()) == "".join(reference.split()):
+        return Verdict(True, formatted)
+    if not given or len(given) > LONGEST:
+        return Verdict(False, formatted)
+    verdict = shared_checker().check(reference, given)
+    return Verdict(verdict.status == "right", formatted, unchecked=verdict.status in ("timeout", "error"))

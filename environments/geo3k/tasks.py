@@ -12,6 +12,7 @@ from opentinker.env.environment import Part
 from opentinker.env.tasks import GeneratedTasks, ListTasks, Split, TaskSource
 from opentinker.environments.geo3k.drawing import draw, lay_out_turned
 from opentinker.environments.geo3k.problems import FAMILIES, check_families, held_out_tasks, make_problem, training_task
+from opentinker.environments.math.judging import require_checker
 from opentinker.errors import ConfigError, InvalidRequestError
 from opentinker.images import Image
 
@@ -131,6 +132,8 @@ def source(split: Split, args: Mapping[str, Any]) -> TaskSource:
     Raises:
         ConfigError: the dataset cannot be loaded, or a family does not exist.
     """
+    if args.get("dataset"):
+        require_checker()
     dataset, held_out = args.get("dataset"), args.get("held_out_dataset")
     if dataset and split == "train":
         return _JsonRows(load_tasks(dataset, split=args.get("train_split", "train"), required=COLUMNS))

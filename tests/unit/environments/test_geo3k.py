@@ -136,6 +136,7 @@ def test_rows_of_geometry3k_are_json_tasks_with_their_pictures(parquet: Path) ->
         (3, "\\boxed{2\\sqrt{10}}", 1),  # 6.3246, of which 6.3 is rounded
         (4, "\\boxed{110^\\circ}", 1),
         (5, "\\boxed{2x+3}", 1),
+        (5, "\\boxed{3 + 2x}", 1),
         (5, "\\boxed{5}", 0),
     ],
 )
