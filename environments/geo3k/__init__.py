@@ -7,8 +7,12 @@ from opentinker.env.environment import Action, Environment, Message, StepResult
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.environments.geo3k.judging import Verdict, judge
 from opentinker.environments.geo3k.problems import FAMILIES, check_families, held_out_tasks, training_task
-from opentinker.environments.geo3k.tasks import COLUMNS, HELD_OUT, Posed, check_size, pose, source
+from opentinker.environments.geo3k.tasks import COLUMNS, HELD_OUT, SIZES, Posed, check_size, pose, source
+from opentinker.environments.math.judging import require_checker
 from opentinker.errors import ConfigError, InvalidRequestError
+
+TASKS_CHECKED = 20
+"""Of given ones, before a run."""
 
 
 class Geo3k(Environment):
@@ -49,6 +53,19 @@ class Geo3k(Environment):
     @classmethod
     def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
         return source(split, args)
+
+    @classmethod
+    def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: a picture or its place is missing, or there is no checker of answers.
+        """
+        require_checker()
+        for task in tasks.first(TASKS_CHECKED):
+            try:
+                pose(task, args.get("image_size", SIZES.start))
+            except InvalidRequestError as error:
+                raise ConfigError(error.detail, hint=error.hint) from error
 
     def reset(self, task: Any) -> Sequence[Message]:
         posed = self._pose(task)

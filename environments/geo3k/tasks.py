@@ -96,34 +96,11 @@ def _placed(text: str, images: Sequence[Image]) -> tuple[Part, ...]:
 
 
 def _image(value: Any) -> Image:
-    """An image in any of the forms that rows hold: decoded, encoded, {"bytes": ..., "path": ...}, or a data URL."""
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or Path(str(value.get("path")))
-    if getattr(value, "mode", "RGB") not in ("RGB", "RGBA", "L", "LA", "P", "1"):
-        value = value.convert("RGB")
+    """From a data URL, or an image in memory. A path is none: where this runs, it may be nobody's to read."""
     try:
         return Image.of(value)
     except (ValueError, OSError) as error:
         raise InvalidRequestError(f"a picture of the task cannot be read: {error}") from error
-
-
-class _JsonRows(TaskSource):
-    """Rows with their pictures as data URLs, so that a task is JSON and can be sent to a hosted environment."""
-
-    def __init__(self, rows: ListTasks) -> None:
-        self._rows = rows
-        self.size = rows.size
-
-    def draw(self, seed: int, start: int, count: int) -> list[Any]:
-        return [_as_json(row) for row in self._rows.draw(seed, start, count)]
-
-    def first(self, limit: int) -> list[Any]:
-        return [_as_json(row) for row in self._rows.first(limit)]
-
-
-def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
-    images = [_image(value).data_url() for value in row["images"] or ()]
-    return {"images": images, "problem": row["problem"], "answer": row["answer"]}
 
 
 def source(split: Split, args: Mapping[str, Any]) -> TaskSource:
@@ -136,12 +113,12 @@ def source(split: Split, args: Mapping[str, Any]) -> TaskSource:
         require_checker()
     dataset, held_out = args.get("dataset"), args.get("held_out_dataset")
     if dataset and split == "train":
-        return _JsonRows(load_tasks(dataset, split=args.get("train_split", "train"), required=COLUMNS))
+        return load_tasks(dataset, split=args.get("train_split", "train"), required=COLUMNS)
     if dataset and not held_out and Path(dataset).suffix in SUFFIXES:
         raise ConfigError(f"{dataset} is one split, for training", hint="held_out_dataset names another file, for evaluation")
     if dataset:
         name = args.get("held_out_split", "test")
-        return _JsonRows(load_tasks(held_out or dataset, split=name, shuffle=False, required=COLUMNS))
+        return load_tasks(held_out or dataset, split=name, shuffle=False, required=COLUMNS)
     families = check_families(args.get("families", ()))
     if split == "train":
         return GeneratedTasks(lambda seed: training_task(seed, families))

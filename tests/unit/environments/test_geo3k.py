@@ -9,6 +9,7 @@ import pytest
 
 from opentinker.env.datasets import load_tasks
 from opentinker.env.environment import Action, Message
+from opentinker.env.tasks import ListTasks
 from opentinker.environments.geo3k import Geo3k
 from opentinker.environments.geo3k.problems import FAMILIES, make_problem
 from opentinker.environments.geo3k.tasks import HELD_OUT
@@ -147,15 +148,18 @@ def test_answers_to_rows_are_judged_exactly(parquet: Path, row: int, text: str, 
     assert environment.step(Action(text)).metrics["exact"] == exact
 
 
-def test_tasks_of_a_job_may_come_from_any_rows_with_the_columns(parquet: Path, tmp_path: Path) -> None:
-    (decoded,) = load_tasks(str(parquet), required=Geo3k.task_columns).first(1)
-    raw = {**decoded, "images": [{"bytes": png(20, 10), "path": None}]}
-    file = tmp_path / "picture.png"
-    file.write_bytes(png(20, 10))
-    by_path = {**decoded, "images": [{"bytes": None, "path": str(file)}]}
-    by_url = {**decoded, "images": [Image(png(20, 10)).data_url()]}
-    sizes = [content(Geo3k().reset(task))[0]["image"].pil().size for task in (decoded, raw, by_path, by_url)]
-    assert sizes == [(40, 30), (20, 10), (20, 10), (20, 10)]
+def test_tasks_of_a_job_may_come_from_any_rows_with_the_columns(parquet: Path) -> None:
+    given = load_tasks(str(parquet), required=Geo3k.task_columns)
+    Geo3k.check_tasks(given, {})
+    (row,) = given.first(1)
+    in_memory = {**row, "images": [Image(png(20, 10))]}
+    sizes = [content(Geo3k().reset(task))[0]["image"].pil().size for task in (row, in_memory)]
+    assert sizes == [(40, 30), (20, 10)]
+
+
+def test_given_tasks_without_pictures_are_found_before_the_run() -> None:
+    with pytest.raises(ConfigError, match="no picture"):
+        Geo3k.check_tasks(ListTasks([{"images": [], "problem": "x", "answer": "1"}]), {})
 
 
 def test_pictures_stand_where_their_placeholders_are() -> None:
@@ -172,6 +176,7 @@ def test_pictures_stand_where_their_placeholders_are() -> None:
     [
         ({"images": [], "problem": "x", "answer": "1"}, "no picture"),
         ({"images": [b"GIF89a"], "problem": "x", "answer": "1"}, "cannot be read"),
+        ({"images": ["/etc/hosts"], "problem": "x", "answer": "1"}, "cannot be read"),
         ({"images": [png(9, 9)], "problem": "<image><image>", "answer": "1"}, "names 2 pictures, but there are 1"),
         ({"question": "x"}, "no images and no problem and no answer: it has question"),
         ({"family": "spheres", "seed": 0}, "no family of problems 'spheres'"),
