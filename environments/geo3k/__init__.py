@@ -7,7 +7,7 @@ from opentinker.env.environment import Action, Environment, Message, StepResult
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.environments.geo3k.judging import Verdict, judge
 from opentinker.environments.geo3k.problems import FAMILIES, check_families, held_out_tasks, training_task
-from opentinker.environments.geo3k.tasks import COLUMNS, HELD_OUT, SIZES, Posed, check_size, pose, source
+from opentinker.environments.geo3k.tasks import COLUMNS, HELD_OUT, Posed, check_size, pose, source
 from opentinker.environments.math.judging import require_checker
 from opentinker.errors import ConfigError, InvalidRequestError
 
@@ -52,6 +52,7 @@ class Geo3k(Environment):
 
     @classmethod
     def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
+        cls(**args)  # what is wrong with the arguments is said before any problem
         return source(split, args)
 
     @classmethod
@@ -61,9 +62,10 @@ class Geo3k(Environment):
             ConfigError: a picture or its place is missing, or there is no checker of answers.
         """
         require_checker()
+        size = cls(**args)._image_size
         for task in tasks.first(TASKS_CHECKED):
             try:
-                pose(task, args.get("image_size", SIZES.start))
+                pose(task, size)
             except InvalidRequestError as error:
                 raise ConfigError(error.detail, hint=error.hint) from error
 

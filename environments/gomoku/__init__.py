@@ -26,6 +26,8 @@ class Gomoku(Environment):
     before its end is lost. `example` shows a game that was won before the one to play.
     """
 
+    task_columns = ("seat", "opponent_seed", "opening")
+
     def __init__(
         self,
         size: int = 9,
@@ -61,7 +63,7 @@ class Gomoku(Environment):
 
     @classmethod
     def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
-        size = args.get("size", Rules().size)
+        size = cls(**args)._rules.size  # and what is wrong with the arguments is said before any game
         if split == "train":
             return GeneratedTasks(lambda seed: _training_task(seed, size))
         return ListTasks(_held_out_tasks(size), shuffle=False)

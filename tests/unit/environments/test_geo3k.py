@@ -198,6 +198,8 @@ def test_a_task_that_is_none_is_refused(task: dict[str, Any], message: str) -> N
 def test_arguments_that_make_no_problem_are_named(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Geo3k(**args)
+    with pytest.raises(ConfigError, match=message):
+        Geo3k.task_source("train", args)
 
 
 def test_a_file_is_one_split_and_needs_the_columns(parquet: Path, tmp_path: Path) -> None:

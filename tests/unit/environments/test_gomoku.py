@@ -244,6 +244,8 @@ def test_steps_before_the_beginning_and_after_the_end_are_refused() -> None:
 def test_arguments_that_make_no_game_are_named(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Gomoku(**args)
+    with pytest.raises(ConfigError, match=message):
+        Gomoku.task_source("train", args)
 
 
 @pytest.mark.parametrize(
