@@ -7,7 +7,7 @@ from opentinker.env.environment import Action, Environment, Message, StepResult
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.environments.geo3k.judging import Verdict, judge
 from opentinker.environments.geo3k.problems import FAMILIES, check_families, held_out_tasks, training_task
-from opentinker.environments.geo3k.tasks import COLUMNS, HELD_OUT, Posed, check_size, pose, source
+from opentinker.environments.geo3k.tasks import COLUMNS, HELD_OUT, SIZES, Posed, check_size, pose, source
 from opentinker.environments.math.judging import require_checker
 from opentinker.errors import ConfigError, InvalidRequestError
 
@@ -68,6 +68,11 @@ class Geo3k(Environment):
                 pose(task, size)
             except InvalidRequestError as error:
                 raise ConfigError(error.detail, hint=error.hint) from error
+
+    @classmethod
+    def sample_actions(cls, task: Mapping[str, Any]) -> list[str]:
+        """What a good policy would say."""
+        return [f"\\boxed{{{pose(task, SIZES.start).answer}}}"]
 
     def reset(self, task: Any) -> Sequence[Message]:
         posed = self._pose(task)

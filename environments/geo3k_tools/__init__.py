@@ -1,6 +1,7 @@
 """Geometry problems with tools, over several turns: a calculator, and a closer look at a part of the picture."""
 
 from collections.abc import Callable, Mapping, Sequence
+from json import dumps
 from typing import Any, Literal, get_args
 
 from opentinker.env.environment import Action, Message, Part, StepResult, Tool
@@ -89,6 +90,15 @@ class Geo3kTools(Geo3k):
         self._refused = False
         self._counts = {"calls": 0, "crops": 0, "call_errors": 0}
 
+    @classmethod
+    def sample_actions(cls, task: Mapping[str, Any]) -> list[str]:
+        """What a good policy would say: it looks, calculates and answers."""
+        calls = (
+            {"name": "crop", "arguments": {"left": 20, "top": 20, "right": 120, "bottom": 120}},
+            {"name": "calculator", "arguments": {"expression": "sqrt(5^2 + 12^2)"}},
+        )
+        return [*(f"<tool_call>{dumps(call)}</tool_call>" for call in calls), *super().sample_actions(task)]
+
     def reset(self, task: Any) -> Sequence[Message]:
         posed = self._pose(task)
         self._pictures = Pictures(posed.images, self._image_size)
@@ -124,7 +134,7 @@ class Geo3kTools(Geo3k):
         return StepResult(self._rewards(verdict, 0), done=True, metrics=self._metrics(verdict))
 
     def _rewards(self, verdict: Verdict, errors: int) -> dict[str, float]:
-        return rewards(verdict, self._format_reward) | {"call_errors": -self._error_penalty * errors}
+        return rewards(verdict, self._format_reward) | {"call_errors": 0.0 - self._error_penalty * errors}
 
     def _metrics(self, verdict: Verdict) -> dict[str, float]:
         return metrics(verdict) | {name: float(count) for name, count in self._counts.items()}

@@ -68,6 +68,11 @@ class Gomoku(Environment):
             return GeneratedTasks(lambda seed: _training_task(seed, size))
         return ListTasks(_held_out_tasks(size), shuffle=False)
 
+    @classmethod
+    def sample_actions(cls, task: Mapping[str, Any]) -> list[str]:
+        """What a good policy would say: the heuristic's moves."""
+        return [str(message["content"]) for message in _won(cls(), task)[1::2]]
+
     def reset(self, task: Any) -> Sequence[Message]:
         seed = task["opponent_seed"]
         try:
@@ -85,7 +90,8 @@ class Gomoku(Environment):
         position = "\n\n".join([*news, self._position(self._game.board)])
         if not self._example:
             return [_message("user", f"{self._introduction()}\n\n{position}")]
-        *messages, end = self._example_game()
+        rules, example = self._rules, {"seat": self._seat.label, "opponent_seed": EXAMPLE, "opening": []}
+        *messages, end = _won(Gomoku(rules.size, rules.win_length), example)
         return [*messages, _message("user", f"{end['content']}\n\nA new game.\n\n{position}")]
 
     def step(self, action: Action) -> StepResult:
@@ -131,16 +137,6 @@ class Gomoku(Environment):
             f"Answer with the cell of your move, such as {middle}; the last cell that you name counts."
         )
 
-    def _example_game(self) -> list[Message]:
-        """A game that was won, as earlier turns: the heuristic in the policy's seat, against random moves."""
-        rules = self._rules
-        game, player = Gomoku(rules.size, rules.win_length), HeuristicOpponent(EXAMPLE)
-        messages = list(game.reset({"seat": self._seat.label, "opponent_seed": EXAMPLE, "opening": []}))
-        while game._game is not None and not game._game.over:
-            move = cell_name(player.move(game._game.board))
-            messages += [_message("assistant", move), _message("user", str(game.step(Action(move)).observation))]
-        return messages
-
     def _opponent_moves(self, game: Game, opponent: Opponent) -> str:
         cell = opponent.move(game.board)
         game.play(cell)
@@ -164,6 +160,17 @@ class Gomoku(Environment):
             "illegal": float(self._illegal),
             "moves": float(self._moves),
         }
+
+
+def _won(game: Gomoku, task: Mapping[str, Any]) -> list[Message]:
+    """A game as messages, with the heuristic in the policy's seat."""
+    messages, player, done = list(game.reset(task)), HeuristicOpponent(EXAMPLE), False
+    while not done and game._game is not None:
+        move = cell_name(player.move(game._game.board))
+        result = game.step(Action(move))
+        messages += [_message("assistant", move), _message("user", str(result.observation))]
+        done = result.done
+    return messages
 
 
 def _message(role: str, content: str) -> Message:

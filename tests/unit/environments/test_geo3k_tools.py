@@ -177,6 +177,13 @@ def test_malformed_calls_use_up_the_limit_too() -> None:
     assert [r.done for r in results] == [False, False, False, True]
 
 
+def test_the_sample_actions_call_both_tools_and_answer() -> None:
+    environment = begun()
+    results = [environment.step(Action(text)) for text in Geo3kTools.sample_actions(TASK)]
+    assert [r.done for r in results] == [False, False, True]
+    assert (results[-1].metrics["exact"], results[-1].metrics["crops"], results[-1].metrics["call_errors"]) == (1, 1, 0)
+
+
 def test_an_answered_problem_takes_no_more_steps() -> None:
     environment = begun()
     environment.step(Action(ANSWER))

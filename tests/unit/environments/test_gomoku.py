@@ -211,6 +211,15 @@ def test_the_example_is_a_game_that_was_won_from_the_same_seat(task: dict[str, A
     assert not environment.step(Action("a1" if board_of(position, 5, 4).is_legal((0, 0)) else "b2")).metrics["illegal"]
 
 
+@pytest.mark.parametrize("task", [BLACK, WHITE, TAKEN])
+def test_the_sample_actions_win(task: dict[str, Any]) -> None:
+    environment = Gomoku()
+    environment.reset(task)
+    results = [environment.step(Action(text)) for text in Gomoku.sample_actions(task)]
+    assert [r.done for r in results] == [False] * (len(results) - 1) + [True]
+    assert results[-1].metrics["won"] == 1
+
+
 def test_a_game_that_is_cut_off_is_lost() -> None:
     environment = Gomoku(loss=-0.5)
     environment.reset(BLACK)
