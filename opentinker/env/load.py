@@ -29,6 +29,18 @@ def load_environment(name: str | type[Environment], base_dir: Path | None = None
     return _checked(_named(name, base_dir) if isinstance(name, str) else name, str(name))
 
 
+def load_attribute(name: str, base_dir: Path | None = None) -> object:
+    """What `path/to/file.py:Name` names, of whatever kind.
+
+    Raises:
+        EnvironmentLoadError: the file or the name in it is missing, or the import fails.
+    """
+    path, _, attribute = name.rpartition(":")
+    if not path:
+        raise EnvironmentLoadError(f"'{name}' names nothing in a file", hint="name it path/to/file.py:Name")
+    return _from_file((base_dir or Path()) / Path(path).expanduser(), attribute)
+
+
 def _named(name: str, base_dir: Path | None) -> object:
     prefix, colon, spec = name.partition(":")
     if prefix in ("http", "https"):
