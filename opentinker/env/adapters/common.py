@@ -29,6 +29,8 @@ class Adapter:
     package: str
     """What pip calls it."""
     tested: tuple[str, ...]
+    """Versions that the adapter's tests were run with."""
+    adapts: str
     extra: str = "adapters"
     """The extra of opentinker that installs it; empty if none does."""
 
@@ -36,12 +38,12 @@ class Adapter:
 ADAPTERS = {
     a.name: a
     for a in (
-        Adapter("gymnasium", "gymnasium", "gymnasium", ("1.4.0",)),
-        Adapter("openenv", "websockets", "websockets", ("17.4",)),
-        Adapter("pettingzoo", "pettingzoo", "pettingzoo", ("1.27.0",)),
-        Adapter("reasoning_gym", "reasoning_gym", "reasoning-gym", ("0.1.25",)),
-        Adapter("textarena", "textarena", "textarena", ("0.7.4",)),
-        Adapter("verifiers", "verifiers", "verifiers", ("0.3.1",), extra=""),
+        Adapter("gymnasium", "gymnasium", "gymnasium", ("1.4.0",), "ToyText, and what has spaces that fit into words"),
+        Adapter("openenv", "websockets", "websockets", ("17.4",), "Servers of openenv-core 0.3.0 and openenv 0.10.0"),
+        Adapter("pettingzoo", "pettingzoo", "pettingzoo", ("1.27.0",), "Turn games (AEC), one seat against opponents"),
+        Adapter("reasoning_gym", "reasoning_gym", "reasoning-gym", ("0.1.25",), "All datasets"),
+        Adapter("textarena", "textarena", "textarena", ("0.7.4",), "Games for one; games for more against opponents"),
+        Adapter("verifiers", "verifiers", "verifiers", ("0.3.1", "0.4.0"), "Environments (0.3), tasksets (0.4)", extra=""),
     )
 }
 

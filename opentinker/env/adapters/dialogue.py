@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from opentinker.env.environment import Action
+from opentinker.env.adapters.chat import function_of, message_of
+from opentinker.env.environment import Action, Environment, Message, Reward, StepResult
 from opentinker.errors import EnvironmentFailedError
 
 T = TypeVar("T")
@@ -87,6 +88,70 @@ def new_messages(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str,
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     return a.get("role") == b.get("role") and (a.get("content") or "") == (b.get("content") or "")
+
+
+class DialogueEnvironment(Environment):
+    """An environment whose episode is a run of a program that calls a model."""
+
+    def __init__(self) -> None:
+        self._dialogue: Dialogue[Any] | None = None
+        self._said: Sequence[Mapping[str, Any]] = ()
+        self._done = False
+
+    async def run(self, task: Any, ask: Ask) -> Any:
+        """The program: it calls `ask` for every answer of the policy, and gives its outcome."""
+        raise NotImplementedError
+
+    def cut_short(self) -> Exception:
+        """What a model call raises when the episode ends before the program does, so that the program stops and scores."""
+        raise NotImplementedError
+
+    def result(self, outcome: Any) -> StepResult:
+        """The last step's result.
+
+        Raises:
+            EnvironmentFailedError: the program failed.
+        """
+        raise NotImplementedError
+
+    async def reset(self, task: Any) -> list[Message]:
+        asked = await apart(self._begin(task))
+        if not isinstance(asked, Question):
+            self._done = True
+            self.result(asked)
+            raise EnvironmentFailedError(f"{type(self).__name__} ended before it asked the policy anything")
+        self.tools, self._said = [function_of(tool) for tool in asked.tools], asked.messages
+        return [message_of(message) for message in asked.messages]
+
+    async def step(self, action: Action) -> StepResult:
+        if self._done:
+            raise RuntimeError("the episode is over")
+        assert self._dialogue is not None, "step follows reset"
+        asked = await apart(self._dialogue.next(action))
+        if isinstance(asked, Question):
+            news = new_messages(self._said, asked.messages)
+            self._said = asked.messages
+            return StepResult(0.0, observation=[message_of(message) for message in news])
+        self._done = True
+        return self.result(asked)
+
+    async def finalize(self) -> Reward | None:
+        """An episode that was cut short is scored as it stands."""
+        if self._done or self._dialogue is None:
+            return None
+        self._done = True
+        asked = await apart(self._dialogue.next(self.cut_short()))
+        if isinstance(asked, Question):
+            raise EnvironmentFailedError(f"{type(self).__name__} goes on although it was told that there is no more room")
+        return self.result(asked).reward
+
+    async def close(self) -> None:  # type: ignore[override]
+        if self._dialogue is not None:
+            await apart(self._dialogue.stop())
+
+    async def _begin(self, task: Any) -> Any:
+        self._dialogue = Dialogue(functools.partial(self.run, task))
+        return await self._dialogue.next()
 
 
 @functools.cache

@@ -107,8 +107,9 @@ def _make(spec_id: str, options: dict[str, Any]) -> Any:
         # Without a codec of ours, an environment that can draw itself as text does so.
         draws = name not in KNOWN and "ansi" in _render_modes(gymnasium, spec_id)
         return gymnasium.make(spec_id, **({"render_mode": "ansi"} if draws else {}) | options, disable_env_checker=True)
-    except (TypeError, gymnasium.error.Error) as error:
-        raise ConfigError(f"gymnasium cannot make {spec_id}: {error}", hint="check environment.args") from error
+    except Exception as error:  # whatever its constructor makes of the arguments
+        text = f"gymnasium cannot make {spec_id}: {type(error).__name__}: {error}"
+        raise ConfigError(text, hint="check environment.args") from error
 
 
 def _render_modes(gymnasium: Any, spec_id: str) -> Sequence[str]:

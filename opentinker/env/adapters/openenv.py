@@ -6,6 +6,7 @@ import importlib
 import json
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -165,10 +166,12 @@ class OpenEnvEnvironment(SeededEnvironment):
         Raises:
             EnvironmentFailedError: the server failed, answered with something else, or is gone.
         """
+        closed = require("openenv", "websockets.exceptions").ConnectionClosed
         try:
-            await self._socket.send(json.dumps(message))
+            with suppress(closed):  # a server that refuses the session says why before it closes
+                await self._socket.send(json.dumps(message))
             reply = json.loads(await self._socket.recv())
-        except require("openenv", "websockets.exceptions").ConnectionClosed as error:
+        except closed as error:
             raise EnvironmentFailedError(f"the session at {self.url} ended: {error}") from error
         except ValueError as error:
             raise EnvironmentFailedError(f"{self.url} answered with something that is no JSON: {error}") from error

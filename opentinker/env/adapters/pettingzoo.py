@@ -98,9 +98,9 @@ class PettingZooEnvironment(SeededEnvironment):
     """One game against opponents. The reward of a turn is what PettingZoo gives the policy's seat until it moves again.
 
     The seat is the task's `seat`, else one by the task's seed. `opponent` is `random`, a list of moves (PettingZoo's numbers),
-    or a function (observation, legal actions, random) -> action, also as `path/to/file.py:function`. An illegal move ends the game
-    with `illegal_reward` (`illegal: end`) or asks again (`continue`). `codec` is a class made with (env, agent), or
-    `path/to/file.py:Class`. Other arguments are the game's own.
+    or a function (observation, legal actions, random) -> action, also as `path/to/file.py:function`. An illegal move ends the
+    game with -1 (`illegal: end`) or asks again (`continue`) for 0; `illegal_reward` is another number. `codec`
+    is a class made with (env, agent), or `path/to/file.py:Class`. Other arguments are the game's own.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -113,10 +113,10 @@ class PettingZooEnvironment(SeededEnvironment):
         opponent: OpponentChoice = "random",
         codec: str | Callable[[Any, str], TurnCodec] | None = None,
         illegal: IllegalRule = "end",
-        illegal_reward: float = -1.0,
+        illegal_reward: float | None = None,
         **options: Any,
     ) -> None:
-        self._illegal = Illegal(illegal, illegal_reward)
+        self._illegal = Illegal(illegal, illegal_reward if illegal_reward is not None else -1.0 if illegal == "end" else 0.0)
         self._opponent = opponent_of(opponent, lambda seen, legal, numbers: numbers.choice(legal))
         self._codec_choice: Any = load_attribute(codec) if isinstance(codec, str) else codec
         try:
