@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from opentinker.env.adapters.codecs import MOST_ACTIONS, in_words
+from opentinker.env.adapters.codecs import MOST_ACTIONS
 from opentinker.env.adapters.common import (
     Illegal,
     IllegalMoveError,
@@ -17,81 +17,13 @@ from opentinker.env.adapters.common import (
     seed_of,
 )
 from opentinker.env.adapters.opponents import OpponentChoice, opponent_of
+from opentinker.env.adapters.turn_codecs import KNOWN, TurnCodec
 from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.env.load import load_attribute
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EnvironmentFailedError, EnvironmentLoadError
 
 FAMILIES = ("atari", "butterfly", "classic", "magent", "mpe", "sisl")
-
-
-class TurnCodec:
-    """Puts a game into words for one seat. Derive from it; it is made with the environment and the seat's name."""
-
-    goal: ClassVar[str] = ""
-
-    def __init__(self, env: Any, agent: str) -> None:
-        self.env, self.agent = env, agent
-
-    def rules(self) -> str:
-        """What the policy is told first."""
-        return self.goal or f"You play {self.env.metadata.get('name', 'a game')} as {self.agent}."
-
-    def board(self, observation: Any) -> str:
-        """The position as the seat sees it."""
-        seen = observation.get("observation", observation) if isinstance(observation, Mapping) else observation
-        return f"Observation: {in_words(seen)}"
-
-    def name(self, action: int) -> str:
-        """The word for an action."""
-        return str(action)
-
-
-class TicTacToeCodec(TurnCodec):
-    goal = "You play tic-tac-toe and are X. The squares are numbered; answer with the number of a free one."
-
-    def board(self, observation: Any) -> str:
-        mine, theirs = (observation["observation"][:, :, plane] for plane in (0, 1))
-        marks = [["X" if mine[c, r] else "O" if theirs[c, r] else self.name(3 * c + r) for c in range(3)] for r in range(3)]
-        return "\n".join(" ".join(row) for row in marks)
-
-    def name(self, action: int) -> str:
-        column, row = divmod(action, 3)  # PettingZoo counts down the columns
-        return str(3 * row + column + 1)
-
-
-class ConnectFourCodec(TurnCodec):
-    goal = (
-        "You play connect four and are X: four of your pieces in a line, across, up or diagonally, win. A piece falls to the "
-        "lowest free place of its column. Answer with a column, 1 to 7 from the left."
-    )
-
-    def board(self, observation: Any) -> str:
-        mine, theirs = (observation["observation"][:, :, plane] for plane in (0, 1))
-        rows = [["X" if m else "O" if t else "." for m, t in zip(*row, strict=True)] for row in zip(mine, theirs, strict=True)]
-        return "\n".join(" ".join(row) for row in [["1", "2", "3", "4", "5", "6", "7"], *rows])
-
-    def name(self, action: int) -> str:
-        return str(action + 1)
-
-
-class RockPaperScissorsCodec(TurnCodec):
-    goal = "You play rock, paper, scissors, several rounds. Answer with one of the three."
-    _NAMES = ("rock", "paper", "scissors")
-
-    def board(self, observation: Any) -> str:
-        last = int(observation)
-        return f"The opponent's last choice: {self.name(last)}." if last < len(self._NAMES) else "Nothing has been played yet."
-
-    def name(self, action: int) -> str:
-        return self._NAMES[action] if action < len(self._NAMES) else str(action)
-
-
-KNOWN: Mapping[str, type[TurnCodec]] = {
-    "connect_four": ConnectFourCodec,
-    "rps": RockPaperScissorsCodec,
-    "tictactoe": TicTacToeCodec,
-}
 
 
 class PettingZooEnvironment(SeededEnvironment):
@@ -121,8 +53,11 @@ class PettingZooEnvironment(SeededEnvironment):
         self._codec_choice: Any = load_attribute(codec) if isinstance(codec, str) else codec
         try:
             self._env = require("pettingzoo", self.module).env(**options)
-        except TypeError as error:
-            raise ConfigError(f"pettingzoo:{self.module}: {error}", hint="check environment.args") from error
+        except EnvironmentLoadError:
+            raise
+        except Exception as error:  # whatever the game makes of its arguments
+            text = f"{self.module} cannot be made: {type(error).__name__}: {error}"
+            raise ConfigError(text, hint="check environment.args") from error
         self._numbers = random.Random()
         self._me = ""
         self._illegal_moves = 0
@@ -223,7 +158,8 @@ def environment_class(spec: str) -> type[Environment]:
     try:
         found = require("pettingzoo", module)
     except EnvironmentLoadError as error:
-        if f"'{module}'" in error.detail and "No module named" in error.detail:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing and (module == missing or module.startswith(f"{missing}.")):
             hint = "a game is named like classic.tictactoe_v3 (its file in pettingzoo)"
             raise EnvironmentLoadError(f"pettingzoo has no game '{spec}'", hint=hint) from error
         raise

@@ -18,6 +18,7 @@ MOST_PLAYERS = 12
 GUESSES = 300
 """Moves that the random opponent tries on a copy of the game before it gives up."""
 _BRACKETS = re.compile(r"\[[^\[\]\n]{1,40}\]")
+_CORPUS = re.compile(r"nltk\.download\('([^']+)'\)")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -48,7 +49,10 @@ class TextArenaEnvironment(SeededEnvironment):
 
     @classmethod
     def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
-        cls(**args)._make()  # wrong arguments show before any episode
+        environment = cls(**args)
+        environment._env = environment._make()  # wrong arguments show before any episode
+        with ModuleRandom(0).swapped_in():
+            environment._start(0)
         return super().task_source(split, args)
 
     def reset(self, task: Any) -> str:
@@ -78,10 +82,11 @@ class TextArenaEnvironment(SeededEnvironment):
                     0.0, observation=self._news(self._env.get_observation()[1]), metrics={"invalid_move": invalid}
                 )
             rewards, info = self._env.close()
-        reward = float((rewards or {}).get(self._me, 0.0))
+        reward, reason = (rewards or {}).get(self._me, 0.0), (info or {}).get(self._me, {}).get("reason")
+        if isinstance(reward, str):  # some games confuse the two when a move is invalid
+            reward, reason = -1.0, reward
         metrics = {"invalid_move": invalid, "won": float(reward > 0), "lost": float(reward < 0)}
-        reason = str((info or {}).get(self._me, {}).get("reason") or "The game is over.")
-        return StepResult(reward, done=True, observation=reason, metrics=metrics)
+        return StepResult(reward, done=True, observation=str(reason or "The game is over."), metrics=metrics)
 
     def _make(self) -> Any:
         try:
@@ -89,10 +94,10 @@ class TextArenaEnvironment(SeededEnvironment):
         except TypeError as error:
             raise ConfigError(f"textarena:{self.game}: {error}", hint="check environment.args") from error
         except LookupError as error:
-            text = f"textarena:{self.game} needs a word list of nltk: {str(error).strip(' *')[:200]}"
-            raise EnvironmentLoadError(
-                " ".join(text.split()), hint="python -m nltk.downloader words (and what is named)"
-            ) from error
+            corpus = _CORPUS.search(str(error))
+            named = corpus[1] if corpus else "words"
+            text = f"textarena:{self.game} needs the data set '{named}' of nltk"
+            raise EnvironmentLoadError(text, hint=f"python -m nltk.downloader {named}") from error
         except (SyntaxError, ImportError, OSError, ValueError) as error:
             raise EnvironmentLoadError(f"textarena cannot make {self.game}: {type(error).__name__}: {error}") from error
 
@@ -105,6 +110,8 @@ class TextArenaEnvironment(SeededEnvironment):
             except (AssertionError, ValueError) as error:
                 refused.append(str(error))
                 continue
+            except (OSError, LookupError) as error:
+                raise EnvironmentLoadError(f"textarena cannot start {self.game}: {type(error).__name__}: {error}") from error
             return int(self._env.state.num_players)
         raise ConfigError(f"textarena:{self.game} refuses {self._players or 'every number of'} players: {refused[0]}")
 

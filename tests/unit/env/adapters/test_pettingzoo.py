@@ -1,5 +1,6 @@
 """Turn games of PettingZoo are played from one seat, against opponents that a seed determines."""
 
+import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,38 @@ async def test_rock_paper_scissors_pays_every_round(play: Any) -> None:
     assert played.last.done
 
 
+async def test_chess_is_played_in_its_own_notation(play: Any) -> None:
+    pytest.importorskip("chess")
+    fools_mate = {"opponent": chess_actions(["f2f3", "g2g4"])}
+    played = await play("pettingzoo:classic.chess_v6", ["I answer <answer>e7e5</answer>", "d8h4"], fools_mate, SECOND)
+    assert "You play chess and are black" in played.first[0]
+    assert "4 . . . . . . . ." in played.first[0]
+    assert "The last move: f2f3." in played.first[0]
+    assert "4 . . . . . . P ." in played.said(0)
+    assert (played.last.done, played.last.reward) == (True, 1)
+
+
+def chess_actions(moves: list[str]) -> list[int]:
+    """PettingZoo's numbers of white's moves."""
+    import chess
+    from pettingzoo.classic.chess import chess_utils
+
+    board, found = chess.Board(), []
+    for move in moves:
+        by_name = {chess_utils.action_to_move(board, a, 0).uci(): a for a in chess_utils.legal_moves(board)}
+        found.append(by_name[move])
+        board.push_uci(move)
+        board.push(chess.Move.null())
+    return found
+
+
+async def test_go_is_played_on_points(play: Any) -> None:
+    played = await play("pettingzoo:classic.go_v5", ["c4", "pass"], {"board_size": 5, "opponent": [0, 25]}, FIRST)
+    assert " 1 O . . . .\n 2 . . . . .\n 3 . . . . .\n 4 . . X . ." in played.said(0)
+    assert "pass" in played.first[0]
+    assert played.last.done
+
+
 @pytest.mark.parametrize("name", [TTT, FOUR])
 async def test_a_seed_determines_seat_and_opponent(play: Any, name: str) -> None:
     moves = [str(number) for number in (1, 2, 3, 4)]
@@ -117,6 +150,12 @@ async def test_a_game_of_ones_own_module_is_played_too(play: Any, tmp_path: Path
     (tmp_path / "my_own_game.py").write_text("from pettingzoo.classic.tictactoe_v3 import env\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert (await play("pettingzoo:my_own_game", ["5"], task=FIRST)).steps
+
+
+def test_a_game_that_needs_another_package_names_it() -> None:
+    if importlib.util.find_spec("rlcard") is None:
+        with pytest.raises(EnvironmentLoadError, match="pip install rlcard"):
+            load_environment("pettingzoo:classic.leduc_holdem_v4")
 
 
 @pytest.mark.parametrize(
