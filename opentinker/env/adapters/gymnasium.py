@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from opentinker.env.adapters.codecs import KNOWN, Codec, SpaceCodec
 from opentinker.env.adapters.common import Illegal, IllegalMoveError, IllegalRule, SeededEnvironment, adapted, require, seed_of
 from opentinker.env.environment import Action, Environment, Observation, StepResult
-from opentinker.env.load import load_attribute
+from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EnvironmentLoadError
 
@@ -124,7 +124,7 @@ def _codec(codec: str | Callable[[Any], Codec] | None, env: Any, actions: Sequen
         return KNOWN.get(env.spec.name, SpaceCodec)(env, actions)
     if actions:
         raise ConfigError("actions are named by the codec that is given", hint="drop one of codec and actions")
-    made = load_attribute(codec) if isinstance(codec, str) else codec
+    made = load_function(codec) if isinstance(codec, str) else codec
     if inspect.isclass(made) and not all(callable(getattr(made, method, None)) for method in ("rules", "observe", "act")):
         raise ConfigError(f"{made.__name__} is no codec", hint="it needs rules, observe and act")
     if not callable(made):

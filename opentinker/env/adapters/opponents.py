@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from opentinker.env.load import load_attribute
+from opentinker.env.load import load_function
 from opentinker.errors import ConfigError
 
 Opponent = Callable[[Any, Sequence[Any], random.Random], Any]
@@ -25,7 +25,7 @@ def opponent_of(choice: OpponentChoice, at_random: Opponent) -> Opponent:
     if isinstance(choice, str):
         if ":" not in choice:
             raise ConfigError(f"there is no opponent '{choice}'", hint="random, a list of moves, or path/to/file.py:function")
-        choice = load_attribute(choice)  # type: ignore[assignment]
+        choice = load_function(choice)
     if callable(choice):
         return choice
     if isinstance(choice, Sequence) and not isinstance(choice, str):

@@ -19,7 +19,7 @@ from opentinker.env.adapters.common import (
 from opentinker.env.adapters.opponents import OpponentChoice, opponent_of
 from opentinker.env.adapters.turn_codecs import KNOWN, TurnCodec
 from opentinker.env.environment import Action, Environment, StepResult
-from opentinker.env.load import load_attribute
+from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EnvironmentFailedError, EnvironmentLoadError
 
@@ -50,7 +50,7 @@ class PettingZooEnvironment(SeededEnvironment):
     ) -> None:
         self._illegal = Illegal(illegal, illegal_reward if illegal_reward is not None else -1.0 if illegal == "end" else 0.0)
         self._opponent = opponent_of(opponent, lambda seen, legal, numbers: numbers.choice(legal))
-        self._codec_choice: Any = load_attribute(codec) if isinstance(codec, str) else codec
+        self._codec_choice: Any = load_function(codec) if isinstance(codec, str) else codec
         try:
             self._env = require("pettingzoo", self.module).env(**options)
         except EnvironmentLoadError:
