@@ -65,6 +65,10 @@ class SpaceCodec(Codec):
         elif not isinstance(space, spaces.Text):
             raise self._unsupported(type(space).__name__)
 
+    def names_of_actions(self) -> list[str]:
+        """The words for a Discrete space's actions; none for another space."""
+        return list(self._choices)
+
     def rules(self) -> str:
         return "\n".join(part for part in (self.goal, self._actions()) if part)
 

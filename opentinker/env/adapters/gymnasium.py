@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,6 +12,9 @@ from opentinker.env.environment import Action, Environment, Observation, StepRes
 from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EnvironmentLoadError
+
+SAMPLED = 40
+"""Actions that an episode at random has."""
 
 
 class GymnasiumEnvironment(SeededEnvironment):
@@ -51,6 +55,14 @@ class GymnasiumEnvironment(SeededEnvironment):
     def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
         cls(**args).close()  # wrong arguments show before any episode
         return super().task_source(split, args)
+
+    @classmethod
+    def sample_actions(cls, task: Any) -> list[str]:
+        """Actions at random, where the action space can be listed and needs no arguments."""
+        environment, numbers = cls(), random.Random(seed_of(task))
+        environment.close()
+        names = environment._codec.names_of_actions() if isinstance(environment._codec, SpaceCodec) else []
+        return [numbers.choice(names) for _ in range(SAMPLED)] if names else []
 
     def reset(self, task: Any) -> Observation:
         observation, info = self._env.reset(seed=seed_of(task), options=task.get("options"))

@@ -68,6 +68,17 @@ class PettingZooEnvironment(SeededEnvironment):
         cls(**args).close()  # wrong arguments show before any episode
         return super().task_source(split, args)
 
+    @classmethod
+    def sample_actions(cls, task: Any) -> list[str]:
+        """Legal moves at random, to the end of a game against the random opponent."""
+        environment, numbers, moves = cls(), random.Random(seed_of(task)), []
+        environment.reset(task)
+        while not environment._done:
+            moves.append(environment._codec.name(numbers.choice(environment._legal())))
+            environment.step(Action(moves[-1]))
+        environment.close()
+        return moves
+
     def reset(self, task: Any) -> str:
         seed = seed_of(task)
         self._numbers = random.Random(seed)

@@ -42,6 +42,14 @@ class ReasoningGymEnvironment(SeededEnvironment):
         cls(**args)._generate(0)  # wrong arguments show before any episode
         return super().task_source(split, args)
 
+    @classmethod
+    def sample_actions(cls, task: Any) -> list[str]:
+        """The right answer, where the dataset has one and needs no arguments."""
+        if cls.dataset == "composite":
+            return []
+        answer = cls()._generate(seed_of(task))[0]["answer"]
+        return [] if answer is None else [f"<answer>{answer}</answer>"]
+
     def reset(self, task: Any) -> list[Message]:
         self._generator = self._generate(seed_of(task))
         self._entry = self._generator[0]

@@ -5,6 +5,7 @@ import functools
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from opentinker.config.base import nearest
@@ -15,6 +16,10 @@ from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EnvironmentFailedError, EnvironmentLoadError
 
 MOST_PLAYERS = 12
+SAMPLED = 40
+"""Moves that an episode at random has at most."""
+LONGEST_MOVE = 4000
+"""Characters that a game is given. Games convert what looks like a number, and Python refuses one of more digits."""
 GUESSES = 300
 """Moves that the random opponent tries on a copy of the game before it gives up."""
 _BRACKETS = re.compile(r"\[[^\[\]\n]{1,40}\]")
@@ -55,6 +60,19 @@ class TextArenaEnvironment(SeededEnvironment):
             environment._start(0)
         return super().task_source(split, args)
 
+    @classmethod
+    def sample_actions(cls, task: Any) -> list[str]:
+        """Legal moves at random, against the random opponent, as far as any are found."""
+        environment, numbers = cls(), random.Random(seed_of(task))
+        moves: list[str] = []
+        seen = environment.reset(task)
+        with suppress(EnvironmentFailedError):
+            while not environment._done and len(moves) < SAMPLED:
+                with environment._random.swapped_in():
+                    moves.append(environment._at_random(seen, (), numbers))
+                seen = f"{seen}\n{environment.step(Action(moves[-1])).observation}"
+        return moves
+
     def reset(self, task: Any) -> str:
         seed = seed_of(task)
         self._random, self._numbers = ModuleRandom(seed), random.Random(seed)
@@ -74,7 +92,7 @@ class TextArenaEnvironment(SeededEnvironment):
             raise RuntimeError("the game is over")
         with self._random.swapped_in():
             before = self._errors()
-            self._done = bool(self._env.step(answer_of(action.text))[0])
+            self._done = bool(self._env.step(answer_of(action.text)[:LONGEST_MOVE])[0])
             invalid = self._invalid(self._env, self._me, before)
             self._done = self._done or self._until_my_turn()
             if not self._done:

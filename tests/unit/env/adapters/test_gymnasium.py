@@ -78,6 +78,12 @@ async def test_the_cliff_is_walked_around(play: Any) -> None:
     assert sum(step.reward for step in around.steps) == -13
 
 
+async def test_sampled_actions_are_legal(play: Any) -> None:
+    task = {"seed": 2}
+    actions = load_environment("gymnasium:Taxi-v4").sample_actions(task)  # type: ignore[attr-defined]
+    assert (await play("gymnasium:Taxi-v4", actions, task=task)).last.metrics["illegal_actions"] == 0
+
+
 @pytest.mark.parametrize("name", ["FrozenLake-v1", "Taxi-v4", "Blackjack-v1", "CliffWalking-v1", "CartPole-v1"])
 async def test_a_seed_determines_an_episode(play: Any, name: str) -> None:
     games = [await play(f"gymnasium:{name}", ["0", "1", "0", "1"], seed=seed) for seed in (4, 4)]

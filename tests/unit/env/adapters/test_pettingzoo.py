@@ -113,6 +113,14 @@ async def test_a_seed_determines_seat_and_opponent(play: Any, name: str) -> None
     assert len({game.said(0) for game in games}) > 3
 
 
+@pytest.mark.parametrize("name", [TTT, FOUR])
+async def test_sampled_actions_are_a_legal_game(play: Any, name: str) -> None:
+    for task in ({"seed": 1}, {"seed": 2}):
+        played = await play(name, load_environment(name).sample_actions(task), task=task)  # type: ignore[attr-defined]
+        assert played.last.done
+        assert played.last.metrics["illegal_moves"] == 0
+
+
 async def test_random_games_end_with_a_result_in_the_range(play: Any) -> None:
     numbers = random.Random(0)
     seats, results = set(), set()

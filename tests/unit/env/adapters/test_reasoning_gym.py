@@ -66,6 +66,12 @@ async def test_a_question_is_asked_and_its_answer_scored(play: Any) -> None:
     assert played.last.metrics == {"formatted": 1, "exact": 0, "scorer_errors": 0}
 
 
+async def test_a_sampled_action_is_the_right_answer(play: Any) -> None:
+    task = {"seed": 5}
+    actions = load_environment("reasoning_gym:countdown").sample_actions(task)  # type: ignore[attr-defined]
+    assert (await play("reasoning_gym:countdown", actions, task=task)).last.reward == 1
+
+
 async def test_an_answer_without_tags_counts_only_if_that_is_wanted(play: Any) -> None:
     name, task = "reasoning_gym:spell_backward", {"seed": 5}
     environment: Any = load_environment(name)()

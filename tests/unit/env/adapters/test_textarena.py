@@ -106,6 +106,18 @@ async def test_an_opponent_from_a_file_reads_the_game(play: Any, tmp_path: Path)
     assert "[Player 1] '[0]'" in played.said(0)
 
 
+async def test_a_move_of_any_length_is_an_invalid_one(play: Any) -> None:
+    played = await play(TTT, [f"[{'9' * 100_000}]", "[" * 100_000], task=FIRST)
+    assert [step.metrics["invalid_move"] for step in played.steps] == [1, 1]
+
+
+async def test_sampled_actions_are_a_legal_game(play: Any) -> None:
+    for name in (TTT, "textarena:ConnectFour-v0", "textarena:KuhnPoker-v0"):
+        played = await play(name, load_environment(name).sample_actions(FIRST), task=FIRST)  # type: ignore[attr-defined]
+        assert played.last.done
+        assert not any(step.metrics["invalid_move"] for step in played.steps)
+
+
 async def test_more_players_than_a_game_takes_are_refused(play: Any) -> None:
     with pytest.raises(Exception, match="refuses 3 players"):
         await play(TTT, [], {"players": 3})
