@@ -1,8 +1,10 @@
 """Threads for plain (not async) user code: reused while it returns, stopped when nobody waits for it any more."""
 
 import asyncio
+import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -37,7 +39,12 @@ class _Worker:
         self._pool = pool
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self.door = Door()
-        threading.Thread(target=self._run, name="opentinker-environment", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="opentinker-environment", daemon=True)
+        self._thread.start()
+
+    @property
+    def ident(self) -> int:
+        return self._thread.ident or 0
 
     def submit(self, call: _Call) -> None:
         self._calls.put(call)
@@ -80,6 +87,8 @@ class UserThreads:
         self._idle: list[_Worker] = []
         self._left: set[_Call] = set()
         self._closed = False
+        self.abandoned_at: Sequence[traceback.FrameSummary] = ()
+        """What the call that was abandoned last was executing then; empty if it was not found inside."""
         self._stopper = stopper or Stopper()
 
     def __enter__(self) -> Self:
@@ -136,4 +145,6 @@ class UserThreads:
             if call.ended:
                 return
             self._left.add(call)
+        frame = sys._current_frames().get(worker.ident)
+        self.abandoned_at = traceback.extract_stack(frame) if frame is not None else ()
         self._stopper.stop(worker.door, call)
