@@ -19,11 +19,15 @@ WARM_UP = 0.2
 """Share of the episodes in which caches may fill."""
 LEAK_BYTES = 64.0
 """Growth of Python's memory per episode that is a leak: the smallest environment that is kept costs more."""
-NOISE_BYTES = 24 * 1024
-"""What the looking itself may leave."""
+NOISE_BYTES = 8 * 1024
 RESIDENT_LEAK_BYTES = 64 * 1024
 """The same for the whole process, which is a much coarser measure."""
 RESIDENT_NOISE_BYTES = 48 << 20
+_OURS = [
+    tracemalloc.Filter(False, f"*/{file}")
+    for file in ("asyncio/base_events.py", "asyncio/events.py", "asyncio/timeouts.py", "pathlib.py", "tracemalloc.py")
+] + [tracemalloc.Filter(False, __file__)]
+"""What looking costs, and timers that an event loop keeps for a while after they were cancelled."""
 FRAMES = 12
 TRACED = 50
 """Episodes in which whole stacks are traced, to find what leaks."""
@@ -91,7 +95,7 @@ def _look(episodes: int) -> Look:
     gc.collect()
     return Look(
         episodes,
-        tracemalloc.get_traced_memory()[0],
+        sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(_OURS).traces),
         _resident_bytes(),
         len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
         threading.active_count(),
