@@ -27,8 +27,8 @@ ArgsOption = Annotated[
 
 
 def environment_name(name: str) -> str:
-    """A name as configs take it, of what a person types: a file stands for the one environment that it defines, a folder for the
-    file of its name in it.
+    """A name as configs take it, of what a person types: a file stands for the one environment that it defines, a folder for
+    the file of its name in it.
 
     Raises:
         ConfigError: the file defines no environment, or several.
@@ -61,7 +61,9 @@ def constructor_arguments(given: Sequence[str] | None) -> dict[str, Any]:
         try:
             args |= _parsed(text)
         except (ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"--args {text}: {error}", hint="--args size=9 --args rule=free, or --args '{\"size\": 9}'") from None
+            raise ConfigError(
+                f"--args {text}: {error}", hint="--args size=9 --args rule=free, or --args '{\"size\": 9}'"
+            ) from None
     return args
 
 

@@ -7,6 +7,7 @@ the other one executes. That must hit the abandoned call and nothing else: not t
 import ctypes
 import heapq
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,16 @@ class Abandoned(BaseException):
 def raise_in_thread(ident: int) -> None:
     """Have `Abandoned` raised in the thread with this identity."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Abandoned))
+
+
+def stack_of(ident: int) -> list[tuple[str, int]]:
+    """Files and lines that a thread is executing now, the innermost last; empty if there is no such thread."""
+    frame = sys._current_frames().get(ident)
+    lines: list[tuple[str, int]] = []
+    while frame is not None:
+        lines.insert(0, (frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return lines
 
 
 class Door:

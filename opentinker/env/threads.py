@@ -1,15 +1,13 @@
 """Threads for plain (not async) user code: reused while it returns, stopped when nobody waits for it any more."""
 
 import asyncio
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from opentinker.env.stopping import Door, Stopper
+from opentinker.env.stopping import Door, Stopper, stack_of
 
 T = TypeVar("T")
 
@@ -87,8 +85,8 @@ class UserThreads:
         self._idle: list[_Worker] = []
         self._left: set[_Call] = set()
         self._closed = False
-        self.abandoned_at: Sequence[traceback.FrameSummary] = ()
-        """What the call that was abandoned last was executing then; empty if it was not found inside."""
+        self.abandoned_at: Sequence[tuple[str, int]] = ()
+        """Files and lines that the call which was abandoned last was executing then, the innermost last."""
         self._stopper = stopper or Stopper()
 
     def __enter__(self) -> Self:
@@ -145,6 +143,5 @@ class UserThreads:
             if call.ended:
                 return
             self._left.add(call)
-        frame = sys._current_frames().get(worker.ident)
-        self.abandoned_at = traceback.extract_stack(frame) if frame is not None else ()
+        self.abandoned_at = stack_of(worker.ident)
         self._stopper.stop(worker.door, call)

@@ -1,5 +1,6 @@
 """Does anything grow from episode to episode: memory, open files, threads, processes?"""
 
+import asyncio
 import gc
 import os
 import threading
@@ -19,7 +20,8 @@ WARM_UP = 0.2
 """Share of the episodes in which caches may fill."""
 LEAK_BYTES = 64.0
 """Growth of Python's memory per episode that is a leak: the smallest environment that is kept costs more."""
-NOISE_BYTES = 8 * 1024
+NOISE_BYTES = 24 * 1024
+"""Growth that is no leak, however few the episodes: caches of Python's own fill for a while."""
 RESIDENT_LEAK_BYTES = 64 * 1024
 """The same for the whole process, which is a much coarser measure."""
 RESIDENT_NOISE_BYTES = 48 << 20
@@ -27,7 +29,7 @@ _OURS = [
     tracemalloc.Filter(False, f"*/{file}")
     for file in ("asyncio/base_events.py", "asyncio/events.py", "asyncio/timeouts.py", "pathlib.py", "tracemalloc.py")
 ] + [tracemalloc.Filter(False, __file__)]
-"""What looking costs, and timers that an event loop keeps for a while after they were cancelled."""
+"""What looking itself costs."""
 FRAMES = 12
 TRACED = 50
 """Episodes in which whole stacks are traced, to find what leaks."""
@@ -56,13 +58,13 @@ async def check_growth(subject: Subject) -> tuple[list[Finding], dict[str, float
     tracemalloc.start()
     try:
         played, late = await _play(subject, pace, warm_up, time.monotonic() + options.time_limit_s * WARM_UP)
-        looks = [_look(played)]
+        looks = [await _look(played)]
         for number in range(1, LOOKS + 1):
             due = warm_up + (options.episodes - warm_up) * number // LOOKS - played
             begun = time.monotonic()
             more, late = await _play(subject, pace, due, begun + max(0.0, end - begun) / (LOOKS - number + 1))
             played += more
-            looks.append(_look(played))
+            looks.append(await _look(played))
     finally:
         tracemalloc.stop()
     culprit = await _culprit(subject, pace) if _grows(looks) else None
@@ -91,22 +93,39 @@ async def _play(subject: Subject, pace: "count[int]", episodes: int, until: floa
     return episodes, ""
 
 
-def _look(episodes: int) -> Look:
-    gc.collect()
+async def _look(episodes: int) -> Look:
+    await _settled()
     return Look(
         episodes,
         sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(_OURS).traces),
         _resident_bytes(),
-        len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+        _open_files(),
         threading.active_count(),
         _children(),
     )
+
+
+async def _settled() -> None:
+    """An event loop keeps cancelled timers, and what hangs on them, until they are many: make them many."""
+    loop = asyncio.get_running_loop()
+    for _ in range(200):
+        loop.call_later(3600.0, gc.collect).cancel()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    gc.collect()
 
 
 def _resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):  # not Linux
+        return 0
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux
         return 0
 
 
@@ -124,16 +143,16 @@ def slope(points: list[tuple[int, int]]) -> float:
     return slopes[middle] if slopes else 0.0
 
 
-def _steady(values: list[int]) -> bool:
+def _steady(points: list[tuple[int, int]]) -> bool:
     """Growing in at least three of four intervals of the last half."""
-    later = values[len(values) // 2 :]
-    return sum(b > a for a, b in pairwise(later)) >= 0.75 * (len(later) - 1)
+    later = points[len(points) // 2 :]
+    return sum(b > a for (_, a), (_, b) in pairwise(later)) >= 0.75 * (len(later) - 1)
 
 
 def _grows(looks: list[Look]) -> bool:
-    traced = [look.traced_bytes for look in looks]
-    per_episode = slope([(look.episodes, look.traced_bytes) for look in looks])
-    return per_episode > LEAK_BYTES and traced[-1] - traced[0] > NOISE_BYTES and _steady(traced)
+    points = [(look.episodes, look.traced_bytes) for look in looks]
+    later = points[len(points) // 2 :]  # what fills up grows less and less
+    return min(slope(points), slope(later)) > LEAK_BYTES and points[-1][1] - points[0][1] > NOISE_BYTES and _steady(points)
 
 
 def _memory(
@@ -144,9 +163,9 @@ def _memory(
         where, what = culprit
         seen = f"{per_episode:,.0f} bytes more with each of {many}"
         return Finding("memory", Mark.FAILED, seen, f"something keeps what an episode makes{what}", where)
-    resident = [look.resident_bytes for look in looks]
+    resident = [(look.episodes, look.resident_bytes) for look in looks]
     per_resident = figures["resident_bytes_per_episode"]
-    if per_resident > RESIDENT_LEAK_BYTES and resident[-1] - resident[0] > RESIDENT_NOISE_BYTES and _steady(resident):
+    if per_resident > RESIDENT_LEAK_BYTES and resident[-1][1] - resident[0][1] > RESIDENT_NOISE_BYTES and _steady(resident):
         seen = f"the process grows by {per_resident / 1024:,.0f} KiB with each of {many}, outside of Python's own memory"
         return Finding(
             "memory", Mark.FAILED, seen, "free what a library holds in close()", method_line(subject.environment, "close")
@@ -162,10 +181,10 @@ async def _culprit(subject: Subject, pace: "count[int]") -> tuple[str, str]:
     tracemalloc.start(FRAMES)
     try:
         await _play(subject, pace, 5, end)
-        gc.collect()
+        await _settled()
         first = tracemalloc.take_snapshot()
         await _play(subject, pace, TRACED, end)
-        gc.collect()
+        await _settled()
         last = tracemalloc.take_snapshot()
     finally:
         tracemalloc.stop()

@@ -11,12 +11,12 @@ from opentinker.env.checks.conduct import check_conduct
 from opentinker.env.checks.growth import check_growth
 from opentinker.env.checks.repetition import check_repetition
 from opentinker.env.checks.report import Finding, Mark, Report
-from opentinker.env.checks.source import current_frame, location_in, thread_line
+from opentinker.env.checks.source import location_in, stack_line
 from opentinker.env.checks.subject import STYLES, CheckOptions, Subject
 from opentinker.env.checks.tasks import check_tasks
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
-from opentinker.env.stopping import raise_in_thread
+from opentinker.env.stopping import raise_in_thread, stack_of
 from opentinker.env.threads import UserThreads
 from opentinker.errors import EnvironmentLoadError
 
@@ -71,8 +71,9 @@ class _Watched:
             thread.join(BEAT_S)
             pause = time.monotonic() - self._beat
             if pause > max(self._longest_pause_s, SLUGGISH_S):
-                self._longest_pause_s = pause
-                self._paused_at = thread_line(self._environment, current_frame(thread.ident))
+                where = stack_line(self._environment, stack_of(thread.ident or 0))
+                if where:  # it is not the checks themselves that take long
+                    self._longest_pause_s, self._paused_at = pause, where
             if pause > self._options.timeout_s + SLUGGISH_S:
                 self._loop_hangs()
                 self._give_up(thread)

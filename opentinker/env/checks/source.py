@@ -3,11 +3,10 @@
 import ast
 import inspect
 import re
-import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 
 from opentinker.env.environment import Environment
 
@@ -52,23 +51,17 @@ def _code(environment: type[Environment], method: str) -> CodeType | None:
     return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
 
 
-def thread_line(environment: type[Environment], frame: FrameType | None) -> str:
-    """The deepest line of a running thread that is in the author's folder, or else the deepest one."""
-    return stack_line(environment, traceback.extract_stack(frame)) if frame is not None else ""
-
-
-def stack_line(environment: type[Environment], stack: Iterable[traceback.FrameSummary]) -> str:
-    """As `thread_line`, of a stack that was taken before."""
+def stack_line(environment: type[Environment], stack: Sequence[tuple[str, int]]) -> str:
+    """The innermost line of a stack that is in the author's folder, or nothing."""
     file = source_file(environment)
-    frames = list(stack)
-    own = [f for f in frames if file is not None and Path(f.filename).parent == file.parent]
-    chosen = (own or frames)[-1:]
-    return f"{chosen[0].filename}:{chosen[0].lineno}" if chosen else ""
+    own = [f"{path}:{line}" for path, line in stack if file is not None and Path(path).parent == file.parent]
+    return own[-1] if own else ""
 
 
-def current_frame(ident: int | None) -> FrameType | None:
-    """What a thread is executing now."""
-    return sys._current_frames().get(ident or 0)
+def error_line(environment: type[Environment], error: BaseException) -> str:
+    """The author's innermost line that an error passed, or else where it was raised."""
+    stack = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    return stack_line(environment, stack) or "{}:{}".format(*stack[-1])
 
 
 def unseeded_lines(environment: type[Environment]) -> list[str]:

@@ -3,12 +3,11 @@
 import asyncio
 import json
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from opentinker.env.checks.report import Finding, Mark
-from opentinker.env.checks.source import method_line, stack_line, unseeded_lines
+from opentinker.env.checks.source import error_line, method_line, unseeded_lines
 from opentinker.env.checks.subject import Subject
 from opentinker.env.tasks import Split, TaskSource
 
@@ -120,7 +119,7 @@ def _broken(subject: Subject, check: str, split: Split, error: Exception) -> Fin
     if isinstance(error, TimeoutError):
         seen = f"they were not there after {10 * subject.options.timeout_s:g} s"
         return Finding(check, Mark.FAILED, seen, "make fewer at once, or read them from a file", _line(subject, split))
-    where = stack_line(subject.environment, traceback.extract_tb(error.__traceback__))
+    where = error_line(subject.environment, error)
     return Finding(
         check,
         Mark.FAILED,

@@ -97,7 +97,7 @@ async def test_a_spinning_call_ends_soon_after_nobody_waits_for_it() -> None:
     with UserThreads() as threads:
         await asyncio.gather(*(abandon(threads, spin) for _ in range(3)))
         await until(lambda: threads.abandoned == 0)
-        assert ended == ["tidied up"] * 3
+        assert set(ended) == {"tidied up"}, "one that had not begun never begins"
         await until(lambda: threading.active_count() <= before)
 
 
