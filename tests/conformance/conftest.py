@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from opentinker.env.environment import Environment
 from opentinker.env.execution import EnvironmentSession
@@ -51,18 +52,29 @@ def environment_class(where: str, request: pytest.FixtureRequest) -> Callable[[s
     return found
 
 
-@pytest.fixture
-async def session(where: str, environment_class: Callable[[str], type[Environment]]) -> AsyncIterator[MakeSession]:
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def factories() -> AsyncIterator[dict[tuple[str, str], Any]]:
+    """Processes of environments, used again by the tests that follow."""
+    made: dict[tuple[str, str], Any] = {}
+    yield made
+    for factory in made.values():
+        await factory.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def session(
+    where: str, environment_class: Callable[[str], type[Environment]], factories: dict[tuple[str, str], Any]
+) -> AsyncIterator[MakeSession]:
     """Makes sessions, which all are closed at the end."""
     made: list[Any] = []
-    factories: dict[tuple[str, str], Any] = {}
     with UserThreads() as threads:
 
         def make(name: str, /, **args: Any) -> Any:
             environment = environment_class(name)
             if where == "process":
-                factories.setdefault((name, repr(args)), _in_processes(environment, args))
-                made.append(factories[name, repr(args)].session(threads))
+                key = (name, repr(args))
+                factories[key] = factories.get(key) or _in_processes(environment, args)
+                made.append(factories[key].session(threads))
             else:
                 made.append(EnvironmentSession(lambda: environment(**args), threads))
             return made[-1]
@@ -71,8 +83,6 @@ async def session(where: str, environment_class: Callable[[str], type[Environmen
         for one in made:
             with suppress(EnvironmentFailedError, DeadlineError):  # tests look at `close` themselves
                 await one.close(10)
-        for factory in factories.values():
-            await factory.close()
 
 
 def _in_processes(environment: type[Environment], args: Mapping[str, Any]) -> Any:

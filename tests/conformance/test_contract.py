@@ -13,7 +13,10 @@ from probe import PARTS, PICTURE, TOOL
 from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.errors import DeadlineError, EnvironmentFailedError
 
-pytestmark = pytest.mark.parametrize("name", ["probe.py:Probe", "probe.py:AsyncProbe"])
+pytestmark = [
+    pytest.mark.parametrize("name", ["probe.py:Probe", "probe.py:AsyncProbe"]),
+    pytest.mark.asyncio(loop_scope="session"),
+]
 HELLO = ({"role": "user", "content": "hello"},)
 T = 30.0
 SHORT_S = 0.5
@@ -84,7 +87,7 @@ async def test_an_action_arrives_whole_however_long_and_strange_it_is(session: M
     running = await started(session, name, number=5)
     first = await running.step(Action("echo abc", truncated=True, reasoning="because é"), T)
     assert first.observation == user("3 ba7816bf True because é 1 5")
-    for number, text in enumerate(["", "x" * 10_000_000, "\x00🙂 \n", "é" * 1000], 2):
+    for number, text in enumerate(["", "x" * 3_000_000, "\x00🙂 \n", "é" * 1000], 2):
         result = await running.step(Action(f"echo {text}"), T)
         assert result.observation[0]["content"].split()[0] == str(len(text))
         assert result.observation[0]["content"].endswith(f"False  {number} 5")
