@@ -89,8 +89,8 @@ class Trajectory:
     def actions(self) -> int:
         return sum(r.kind is RunKind.ACTION for r in self.runs)
 
-    def to_datum(self, advantage: float) -> Datum:
-        """The trajectory as pre-shifted training data with one advantage for all its actions."""
+    def to_datum(self) -> Datum:
+        """The trajectory as pre-shifted training data; advantages are still to come."""
         tokens, mask = self.tokens, self.loss_mask
         weights = mask[1:]
         return Datum(
@@ -98,7 +98,6 @@ class Trajectory:
             targets=tokens[1:],
             arrays={
                 "weights": weights,
-                "advantages": weights * np.float32(advantage),
                 "behaviour_logprobs": self.behaviour_logprobs[1:],
             },
         )

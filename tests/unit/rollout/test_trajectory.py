@@ -34,11 +34,10 @@ def test_masks_follow_from_provenance(prompt: list[int], turns: list[tuple[list[
     assert trajectory.action_tokens == sum(sampled)
     assert sum(n for _, n in trajectory.versions) == sum(sampled)
 
-    datum = trajectory.to_datum(advantage=2.0)
+    datum = trajectory.to_datum()
     assert datum.tokens.tolist() == expected_tokens[:-1]
     assert datum.targets.tolist() == expected_tokens[1:]
     assert datum.weights.tolist() == [float(s) for s in sampled[1:]]
-    assert datum.arrays["advantages"].tolist() == [2.0 * s for s in sampled[1:]]
 
 
 def test_an_action_run_without_its_sample_cannot_be_built() -> None:
