@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -179,6 +180,11 @@ class RLLoop:
         """Write a checkpoint of what the last step published."""
         return await self._policy.save(name)
 
+    async def close(self) -> None:
+        """End what the environments left running."""
+        await self._runner.close()
+        await self._evaluator.close()
+
     async def evaluate(self) -> Row | None:
         """One evaluation; None if the environment has no held-out tasks."""
         if self._held_out is None:
@@ -304,7 +310,7 @@ class RLLoop:
         return RolloutRunner(
             self._renderer,
             self._generate,
-            lambda: self._environment(**self.config.environment.args),
+            partial(self._environment, **self.config.environment.args),
             self.config.rollout,
             self.config.sampling.model_copy(update={"temperature": temperature}),
             max_model_len,

@@ -37,6 +37,8 @@ class Loop(Protocol):
 
     async def save(self, name: str) -> dict[str, Any]: ...
 
+    async def close(self) -> None: ...
+
 
 def run_rl_job(
     config: Mapping[str, Any],
@@ -129,12 +131,15 @@ class _Run:
         self, client: PolicyClient, connect: Callable[[PolicyClient, Recorder], Awaitable[Loop]], started: float
     ) -> dict[str, Any]:
         async def work() -> str:
+            loop: Loop | None = None
             try:
                 loop = await connect(client, self._recorder)
                 await loop.resume(self._step or 0)
                 await loop.run(self._steps - loop.steps_done)
                 return str((await loop.save("final"))["path"])
             finally:
+                if loop is not None:
+                    await loop.close()
                 await client.close()
 
         checkpoint = None

@@ -123,6 +123,9 @@ class SFTLoop:
         await self._policy.publish()
         return await self._policy.save(name)
 
+    async def close(self) -> None:
+        """Nothing is left running."""
+
     async def evaluate(self) -> Row | None:
         """The mean loss on held-out conversations; None if there are none."""
         if self._held_out is None:
