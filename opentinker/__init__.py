@@ -24,8 +24,11 @@ if TYPE_CHECKING:
         TrainerConfig,
     )
     from opentinker.config.job import GRPOConfig as GRPO
+    from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
+    from opentinker.env.tasks import GeneratedTasks, ListTasks, TaskSource
     from opentinker.errors import JobFailedError, OpenTinkerError, ServerLostError
+    from opentinker.images import Image
     from opentinker.training.trainer import RLTrainer
 
 _HOMES = {
@@ -45,8 +48,11 @@ _HOMES = {
         "Scheduling",
         "TrainerConfig",
     ),
+    "opentinker.env.datasets": ("load_tasks",),
     "opentinker.env.environment": ("Action", "Environment", "Message", "StepResult"),
+    "opentinker.env.tasks": ("GeneratedTasks", "ListTasks", "TaskSource"),
     "opentinker.errors": ("JobFailedError", "OpenTinkerError", "ServerLostError"),
+    "opentinker.images": ("Image",),
     "opentinker.training.trainer": ("RLTrainer",),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
@@ -61,10 +67,13 @@ __all__ = [
     "EngineConfig",
     "Environment",
     "EvaluationConfig",
+    "GeneratedTasks",
+    "Image",
     "InferenceJobConfig",
     "InteractiveJobConfig",
     "Job",
     "JobFailedError",
+    "ListTasks",
     "LoraConfig",
     "Message",
     "OpenTinkerError",
@@ -77,7 +86,9 @@ __all__ = [
     "ServerLostError",
     "StepResult",
     "SubmittedJob",
+    "TaskSource",
     "TrainerConfig",
+    "load_tasks",
 ]
 
 

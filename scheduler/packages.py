@@ -46,8 +46,9 @@ def requirements_of(config: JobConfig, code_dir: Path | None) -> tuple[str, ...]
     """What a submitted job requires, with its code in `code_dir`. Raises: ConfigError, see `listed_requirements`."""
     if not isinstance(config, RLJobConfig):
         return ()
-    path, colon, _ = config.environment.name.rpartition(":")
-    return listed_requirements(config.environment.requirements, code_dir / path if code_dir is not None and colon else None)
+    path, _, _ = config.environment.name.rpartition(":")
+    file = code_dir / path if code_dir is not None and path.endswith(".py") else None
+    return listed_requirements(config.environment.requirements, file)
 
 
 def packages_folder(job_id: str) -> Path:

@@ -22,6 +22,7 @@ from opentinker.client.client import Client
 from opentinker.client.code import environment_file, lacking, relative_to_code
 from opentinker.client.local import find_cluster
 from opentinker.client.reach import Connect
+from opentinker.client.task_files import check_task_files, named, task_files
 from opentinker.errors import ConfigError
 from opentinker.training.progress import Progress
 from opentinker.training.run import checked_environment, run_rl_job
@@ -52,7 +53,9 @@ def train(
             f"the environment runs in this process, which lacks {', '.join(absent)}",
             hint="install the packages here, and set the variables; or `opentinker submit`, where the cluster provides both",
         )
-    checked_environment(job, code_dir)
+    tasks = task_files(job, *([code_dir] if code_dir else []), config.parent, Path())
+    check_task_files(job, tasks, checked_environment(job, code_dir))
+    job = named(job, {field: str(path) for field, path in tasks.items()})
     scheduling = job.scheduling
     if scheduling.max_restarts:
         err.print(

@@ -4,7 +4,7 @@ import io
 import os
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from opentinker.config.job import RLJobConfig
@@ -59,20 +59,29 @@ def pack_folder(folder: Path, *, limit_bytes: int = CODE_LIMIT_BYTES) -> bytes:
     Raises:
         ConfigError: the files are larger than `limit_bytes` together; the hint names the largest parts.
     """
+    files = {file.relative_to(folder).as_posix(): file for file in _files(folder)}
+    hint = "move the environment into a folder of its own"
+    return pack_files(files, what=f"the environment's folder {folder}", hint=hint, limit_bytes=limit_bytes)
+
+
+def pack_files(files: Mapping[str, Path], *, what: str, hint: str = "", limit_bytes: int = CODE_LIMIT_BYTES) -> bytes:
+    """A zip of files under these names; equal files give equal bytes.
+
+    Raises:
+        ConfigError: `what` they are is larger than `limit_bytes`; the hint names the largest parts.
+    """
     sizes: Counter[str] = Counter()
-    files = sorted(_files(folder))
-    for file in files:
-        sizes[file.relative_to(folder).parts[0]] += file.stat().st_size
+    for name, file in files.items():
+        sizes[name.partition("/")[0]] += file.stat().st_size
         if sizes.total() > limit_bytes:
             largest = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in sizes.most_common(3))
             raise ConfigError(
-                f"the environment's folder {folder} is larger than {limit_bytes / 2**20:.0f} MiB",
-                hint=f"move the environment into a folder of its own; largest here: {largest}",
+                f"{what} is larger than {limit_bytes / 2**20:.0f} MiB", hint=f"{hint}; largest here: {largest}".lstrip("; ")
             )
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in files:
-            entry = zipfile.ZipInfo(file.relative_to(folder).as_posix(), _EPOCH)
+        for name, file in sorted(files.items()):
+            entry = zipfile.ZipInfo(name, _EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, file.read_bytes())

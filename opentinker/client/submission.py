@@ -1,11 +1,12 @@
 """A job as it is sent to the cluster to run there, from YAML or Python alike: its config, and its environment's folder."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opentinker.client.code import environment_file, lacking, pack_folder, relative_to_code
+from opentinker.client.code import environment_file, lacking, pack_files, pack_folder, relative_to_code
+from opentinker.client.task_files import check_task_files, named, task_files, travelling
 from opentinker.config.base import apply_overrides, read_yaml
 from opentinker.config.job import InferenceJobConfig, JobConfig, RLJobConfig, parse_job
 from opentinker.errors import ConfigError
@@ -25,13 +26,17 @@ class Submission:
     """The folder of the environment's file; None for a built-in environment."""
     lacking: Sequence[str]
     """Packages and variables that the environment needs and this process does not have: the environment is not checked here."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """What travels if no folder does: the files of tasks, by their names there."""
 
     def fields(self) -> dict[str, Any]:
         return self.config.model_dump(mode="json")
 
     def code(self) -> bytes | None:
-        """A zip of the folder. Raises: ConfigError when it is too large."""
-        return pack_folder(self.folder) if self.folder is not None else None
+        """A zip of the folder or files. Raises: ConfigError when it is too large."""
+        if self.folder is not None:
+            return pack_folder(self.folder)
+        return pack_files(self.files, what="the files of tasks together") if self.files else None
 
 
 def read_job(source: JobSource, overrides: Sequence[str] = ()) -> JobConfig:
@@ -61,13 +66,18 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
         )
     if not isinstance(job, RLJobConfig):
         return Submission(job, None, ())
-    file = environment_file(job, Path(source).parent if isinstance(source, str | Path) else Path())
+    beside = Path(source).parent if isinstance(source, str | Path) else Path()
+    file = environment_file(job, beside)
+    folder = file.parent if file else None
     if file is not None:
         job = relative_to_code(job, file)
+    tasks = task_files(job, *([folder] if folder else []), beside, Path())
+    names = travelling(tasks, folder)
+    job = named(job, names)
     absent = lacking(job, file)
     if not absent:
-        checked_environment(job, file.parent if file else None)
-    return Submission(job, file.parent if file else None, absent)
+        check_task_files(job, tasks, checked_environment(job, folder))
+    return Submission(job, folder, absent, {names[key]: tasks[key] for key in names})
 
 
 def _instead(job: JobConfig) -> str:

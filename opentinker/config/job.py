@@ -202,11 +202,34 @@ AlgorithmConfig = Annotated[GRPOConfig, Field()]
 """Becomes a union discriminated by `kind` with the second algorithm."""
 
 
+class TasksConfig(Config):
+    """Tasks from a file or a dataset, for any environment."""
+
+    name: str
+    """A .jsonl, .json, .parquet or .csv file (beside the environment's file, for a submitted job), or a dataset that the
+    `datasets` library can load."""
+    split: str = "train"
+    """Split of a dataset; a file is one split."""
+    subset: str | None = None
+    """Configuration of a dataset that has several, such as `main` of gsm8k."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Key that the environment expects -> column to take it from."""
+    limit: Count | None = None
+    """Only this many tasks, from the first."""
+    shuffle: bool = True
+    """Another order in each epoch, determined by `training.seed`; False keeps the rows' own order."""
+
+
 class EnvironmentConfig(Config):
     """Which environment the driver resets and steps."""
 
     name: str
-    """A built-in name, or path/to/file.py:Class."""
+    """A built-in name, `path/to/file.py:Class`, the URL of an environment server (several, separated by commas, share the
+    episodes), or an adapter and what it adapts, such as `gymnasium:FrozenLake-v1`."""
+    train_tasks: TasksConfig | None = None
+    """Tasks to train on; None = the environment's own."""
+    held_out_tasks: TasksConfig | None = None
+    """Tasks to evaluate on; None = the environment's own."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     requirements: Annotated[tuple[str, ...], Field(max_length=MAX_REQUIREMENTS), AfterValidator(check_requirements)] | None = (
@@ -333,7 +356,8 @@ class RLJobConfig(JobConfig):
         return self.training.seed
 
     def default_name(self) -> str:
-        return self.environment.name.rpartition(":")[2]
+        name = self.environment.name
+        return name.partition("//")[2].partition(",")[0] if name.startswith("http") else name.rpartition(":")[2]
 
     def server(self) -> ServerConfig:
         return _training_server(self.base_model, self.engine, self.trainer)

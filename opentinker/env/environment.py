@@ -1,22 +1,49 @@
 """What the author of an environment writes."""
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
+
+from opentinker.env.tasks import GeneratedTasks, ListTasks, Split, TaskSource
+from opentinker.images import Image
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(TypedDict):
+    type: Literal["image"]
+    image: Image
+
+
+Part = TextPart | ImagePart
 
 
 class Message(TypedDict):
-    """One chat message; `role` is system, user, assistant or tool."""
+    """One chat message; `role` is system, user, assistant or tool. Its content is a text, or texts and images in order."""
 
     role: str
-    content: str
+    content: str | Sequence[Part]
     reasoning_content: NotRequired[str]
     """What the assistant thought before it answered, where the model thinks."""
 
 
+Tool = Mapping[str, Any]
+"""What the policy may call, as OpenAI's schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
+Reward = float | Mapping[str, float]
+"""A number, or named components, whose sum is the reward."""
+Observation = str | Image | Sequence[Part] | Sequence[Message]
+"""What the policy sees next. A text, an image or parts are one user message."""
+
+
 @dataclass(frozen=True)
 class Action:
-    """What the policy said: its text without template tokens, and whether it was cut at the token limit."""
+    """What the policy said: its text without template tokens, and whether it was cut at the token limit.
+
+    `opentinker.env.parsing` finds tool calls and answers in the text.
+    """
 
     text: str
     truncated: bool = False
@@ -28,25 +55,32 @@ class Action:
 class StepResult:
     """What the environment answers to an action.
 
-    `observation` is the text (a user turn) or the messages that the policy sees next; it may be empty when `done`.
-    `metrics` are numbers worth averaging, such as {"exact": 1.0}.
+    `reward` may be a dict of named components, which are logged apart. `observation` may be empty when `done`. `metrics` are
+    numbers worth averaging, such as {"exact": 1.0}.
     """
 
-    reward: float = 0.0
+    reward: Reward = 0.0
     done: bool = False
-    observation: str | Sequence[Message] = ""
+    observation: Observation = ""
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-Observation = str | Sequence[Message]
+    components: dict[str, float] = field(default_factory=dict)
+    """The reward's components; filled in from `reward`."""
 
 
 class Environment:
     """One episode of a task. An instance is used once: reset, then steps until done.
 
-    `reset` and `step` may be plain or async functions; plain ones run in a thread of their own.
-    Tasks are JSON values. A simulated environment overrides `make_task`; one with a dataset is given tasks instead.
+    `reset`, `step` and `finalize` may be plain or async functions; plain ones run in a thread of their own, or in a process of
+    their own if the class says `execution = "process"`.
+    Tasks are JSON values. A simulated environment overrides `make_task`; one with a dataset overrides `task_source`.
     """
+
+    execution: ClassVar[Literal["thread", "process"]] = "thread"
+    """Where an episode's plain methods run. A process can be killed when a call hangs, whatever it is doing."""
+    task_columns: ClassVar[tuple[str, ...]] = ()
+    """Keys that a task must have; checked when tasks come from a file or a dataset."""
+    tools: Sequence[Tool] = ()
+    """Given to the chat template; read after `reset`."""
 
     @classmethod
     def make_task(cls, seed: int) -> Any:
@@ -58,13 +92,23 @@ class Environment:
         """Tasks for evaluation, never drawn in training."""
         return ()
 
+    @classmethod
+    def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
+        """Where the tasks of a split come from; `args` are the constructor's arguments."""
+        return GeneratedTasks(cls.make_task) if split == "train" else ListTasks(cls.held_out_tasks(), shuffle=False)
+
     def reset(self, task: Any) -> Observation | Awaitable[Observation]:
-        """Begin an episode: the first observation, as text or as messages (system prompt, solved examples, question)."""
+        """Begin an episode: the first observation, as text, image or messages (system prompt, solved examples, question)."""
         raise NotImplementedError(f"{type(self).__name__} must define reset(self, task)")
 
     def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
         """Apply an action."""
         raise NotImplementedError(f"{type(self).__name__} must define step(self, action)")
+
+    def finalize(self) -> Reward | Awaitable[Reward | None] | None:
+        """A last reward, added to the last turn's. Called once when the episode is over, whether it is done or was cut short by
+        a limit, unless it failed or had no turn."""
+        return None
 
     def close(self) -> None:
         """Called once when the episode is over, however it ended."""

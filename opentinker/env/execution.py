@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
-from opentinker.env.environment import Action, Environment, Message, StepResult
+from opentinker.env.environment import Action, Environment, Message, Part, StepResult, Tool
 from opentinker.env.threads import UserThreads
 from opentinker.errors import DeadlineError, EnvironmentFailedError
+from opentinker.images import Image
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -31,6 +32,10 @@ class EnvironmentSession:
         self._closed = False
         self.seconds = 0.0
         """Time spent in the environment so far."""
+        self.tools: tuple[Tool, ...] = ()
+        """Of the environment, after `reset`."""
+        self.finalizes = False
+        """Whether the environment has a last reward to give; known after `reset`."""
 
     async def reset(self, task: Any, timeout_s: float) -> tuple[Message, ...]:
         """Construct and reset the environment; the first messages.
@@ -44,6 +49,8 @@ class EnvironmentSession:
         what = f"{type(self._environment).__name__}.reset"
         left = timeout_s - (time.perf_counter() - start)
         observation = await self._call(self._environment.reset, left, what, task)
+        self.tools = checked_tools(self._environment.tools, type(self._environment).__name__)
+        self.finalizes = type(self._environment).finalize is not Environment.finalize
         return messages_of(observation, what)
 
     async def step(self, action: Action, timeout_s: float) -> StepResult:
@@ -56,6 +63,18 @@ class EnvironmentSession:
         assert self._environment is not None, "step follows reset"
         what = f"{type(self._environment).__name__}.step"
         return checked_step(await self._call(self._environment.step, timeout_s, what, action), what)
+
+    async def finalize(self, timeout_s: float) -> StepResult:
+        """The environment's last reward, as the result of a step that is done.
+
+        Raises:
+            EnvironmentFailedError: it raised, or its reward is malformed.
+            DeadlineError: it took longer than `timeout_s`.
+        """
+        assert self._environment is not None, "finalize follows reset"
+        what = f"{type(self._environment).__name__}.finalize"
+        reward = await self._call(self._environment.finalize, timeout_s, what)
+        return checked_step(StepResult(0.0 if reward is None else reward, done=True), what)
 
     async def close(self, timeout_s: float) -> None:
         """Close the environment, if it was constructed; one that is constructed later closes itself.
@@ -120,8 +139,8 @@ def _reported(what: str, function: Callable[..., Any]) -> Iterator[None]:
     """Turns whatever user code raises, SystemExit and StopIteration too, into an error that says where to look."""
     try:
         yield
-    except asyncio.CancelledError:
-        raise
+    except (asyncio.CancelledError, EnvironmentFailedError, DeadlineError):
+        raise  # an environment that runs elsewhere says itself what happened there
     except BaseException as error:
         # Python wraps a coroutine's StopIteration, which hides where it came from.
         first = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
@@ -138,26 +157,75 @@ def _location(error: BaseException, function: Callable[..., Any]) -> str:
 
 
 def messages_of(observation: Any, what: str) -> tuple[Message, ...]:
-    """An observation as messages: a text is one user message.
+    """An observation as messages: a text, an image or parts are one user message.
 
     Raises:
-        EnvironmentFailedError: it is neither text nor messages, or it is empty.
+        EnvironmentFailedError: it is none of these, or it is empty.
     """
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}] if observation else []
+    elif _is_image(observation):
+        observation = [{"role": "user", "content": [{"type": "image", "image": observation}]}]
     if not isinstance(observation, Sequence) or not all(isinstance(m, Mapping) for m in observation):
         raise EnvironmentFailedError(
-            f"{what} gave an observation of type {type(observation).__name__}", hint="give a text or a list of messages"
+            f"{what} gave an observation of type {type(observation).__name__}",
+            hint="give a text, an image, a list of parts or a list of messages",
         )
-    for message in observation:
-        if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
-            raise EnvironmentFailedError(
-                f"{what} gave a message that is not one: {dict(message)!r}"[:300],
-                hint=f"a message has a 'role' ({', '.join(ROLES)}) and a text 'content'",
-            )
+    if observation and all("type" in part and "role" not in part for part in observation):
+        observation = [{"role": "user", "content": observation}]
     if not observation:
         raise EnvironmentFailedError(f"{what} gave an empty observation, but the episode goes on")
-    return tuple(cast(Message, dict(message)) for message in observation)
+    return tuple(_message(message, what) for message in observation)
+
+
+def _message(message: Mapping[str, Any], what: str) -> Message:
+    content = message.get("content")
+    if message.get("role") not in ROLES or not isinstance(content, str | Sequence) or isinstance(content, bytes):
+        raise EnvironmentFailedError(
+            f"{what} gave a message that is not one: {dict(message)!r}"[:300],
+            hint=f"a message has a 'role' ({', '.join(ROLES)}) and a 'content', a text or a list of parts",
+        )
+    if not isinstance(content, str):
+        content = [_part(part, what) for part in content]
+    return cast(Message, {**message, "content": content})
+
+
+def _part(part: Any, what: str) -> Part:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image", "image": image}:
+            try:
+                return {"type": "image", "image": Image.of(image)}
+            except (ValueError, OSError) as error:
+                raise EnvironmentFailedError(f"{what} gave an image that is not one: {error}") from error
+    raise EnvironmentFailedError(
+        f"{what} gave a part that is not one: {part!r}"[:300],
+        hint="a part is {'type': 'text', 'text': ...} or {'type': 'image', 'image': ...}",
+    )
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Image) or (not isinstance(value, Sequence | Mapping) and callable(getattr(value, "save", None)))
+
+
+def checked_tools(tools: Any, what: str) -> tuple[Tool, ...]:
+    """Tools as a tuple of JSON objects.
+
+    Raises:
+        EnvironmentFailedError: one is not OpenAI's schema of a function.
+    """
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise EnvironmentFailedError(f"{what}.tools must be a list of tools, not {type(tools).__name__}")
+    for tool in tools:
+        match tool:
+            case {"type": "function", "function": {"name": str(), **rest}} if isinstance(rest.get("parameters", {}), Mapping):
+                continue
+        raise EnvironmentFailedError(
+            f"{what}.tools has an entry that is not a tool: {tool!r}"[:300],
+            hint="a tool is {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': JSON schema}}",
+        )
+    return tuple(tools)
 
 
 def checked_step(result: Any, what: str) -> StepResult:
@@ -171,13 +239,19 @@ def checked_step(result: Any, what: str) -> StepResult:
             f"{what} returned {type(result).__name__}",
             hint="return opentinker.StepResult(reward=..., done=..., observation=...)",
         )
-    reward = _number(result.reward, f"{what}: the reward")
-    if not isinstance(result.metrics, Mapping):
-        raise EnvironmentFailedError(f"{what}: metrics must be a dict of numbers, not {type(result.metrics).__name__}")
-    metrics = {str(name): _number(value, f"{what}: metric '{name}'") for name, value in result.metrics.items()}
+    named = result.reward if isinstance(result.reward, Mapping) else result.components
+    components = _numbers(named, what, "component")
+    reward = sum(components.values()) if named is result.reward else _number(result.reward, f"{what}: the reward")
+    metrics = _numbers(result.metrics, what, "metric")
     silent = bool(result.done) and not len(result.observation if isinstance(result.observation, Sequence) else "?")
     observation = () if silent else messages_of(result.observation, what)
-    return StepResult(reward, bool(result.done), observation, metrics)
+    return StepResult(_number(reward, f"{what}: the reward"), bool(result.done), observation, metrics, components)
+
+
+def _numbers(values: Any, what: str, noun: str) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise EnvironmentFailedError(f"{what}: {noun}s must be a dict of numbers, not {type(values).__name__}")
+    return {str(name): _number(value, f"{what}: {noun} '{name}'") for name, value in values.items()}
 
 
 def _number(value: Any, what: str) -> float:

@@ -1,4 +1,4 @@
-"""Finds an environment's class: a built-in name, or `path/to/file.py:Class`."""
+"""Finds an environment's class: a built-in name, `path/to/file.py:Class`, the URL of a server, or what an adapter adapts."""
 
 import hashlib
 import importlib
@@ -13,6 +13,9 @@ from opentinker.config.base import nearest
 from opentinker.env.environment import Environment
 from opentinker.errors import EnvironmentLoadError
 
+ADAPTERS = ("gymnasium", "openenv", "pettingzoo", "reasoning_gym", "textarena", "verifiers")
+"""Other ecosystems; each has a module in `opentinker.env.adapters`."""
+
 
 def load_environment(name: str | type[Environment], base_dir: Path | None = None) -> type[Environment]:
     """The class that `name` stands for; a class stands for itself. Relative paths start at `base_dir` (the working directory).
@@ -23,12 +26,26 @@ def load_environment(name: str | type[Environment], base_dir: Path | None = None
         EnvironmentLoadError: the name is unknown, the file or class is missing, the import fails, or the class is not an
             Environment.
     """
-    if isinstance(name, str):
-        path, colon, class_name = name.rpartition(":")
-        loaded = _from_file((base_dir or Path()) / Path(path).expanduser(), class_name) if colon else _built_in(name)
-    else:
-        loaded = name
-    return _checked(loaded, str(name))
+    return _checked(_named(name, base_dir) if isinstance(name, str) else name, str(name))
+
+
+def _named(name: str, base_dir: Path | None) -> object:
+    prefix, colon, spec = name.partition(":")
+    if prefix in ("http", "https"):
+        found: object = importlib.import_module("opentinker.env.remote").remote_environment(name.split(","))
+        return found
+    if colon and prefix in ADAPTERS:
+        adapted: object = importlib.import_module(f"opentinker.env.adapters.{prefix}").environment_class(spec)
+        return adapted
+    path, colon, class_name = name.rpartition(":")
+    if not colon:
+        return _built_in(name)
+    if not path.endswith(".py"):
+        raise EnvironmentLoadError(
+            f"'{name}' names no environment",
+            hint=f"your own is named path/to/file.py:Class; adapters are {', '.join(f'{a}:NAME' for a in ADAPTERS)}",
+        )
+    return _from_file((base_dir or Path()) / Path(path).expanduser(), class_name)
 
 
 def _built_in(name: str) -> object:

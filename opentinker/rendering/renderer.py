@@ -7,15 +7,21 @@ Its typed renderers could bridge some of the refused templates, but are chosen b
 tokenizer files; for the rest it renders by the template itself, as here.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from opentinker.env.environment import Action, Message
+from opentinker.env.environment import Action, Message, Tool
 from opentinker.errors import RenderingError
 from opentinker.rendering.probe import TurnShape, delta_text, probe_turns
 from opentinker.rendering.tokenizer import ChatTokenizer
+from opentinker.rendering.tools import with_described_tools
 
 _THINK = "<think>"
+_SHAPES_KEPT = 256
+_HELLO: list[Message] = [{"role": "user", "content": "Hi"}]
+_TOOL: Tool = {"type": "function", "function": {"name": "Ztoolqz", "parameters": {"type": "object", "properties": {}}}}
 
 
 class ConversationRenderer:
@@ -30,9 +36,12 @@ class ConversationRenderer:
         self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
         self._template_kwargs = dict(template_kwargs or {})
         self._parser = DefaultRenderer(tokenizer)
-        self._shapes: dict[tuple[str, ...], TurnShape] = {}
-        opens_thinking = self._text([{"role": "user", "content": "Hi"}], True).rstrip().endswith(_THINK)
+        self._shapes: dict[tuple[tuple[str, ...], str], TurnShape] = {}
+        opens_thinking = self._text(_HELLO, True).rstrip().endswith(_THINK)
         self._thinking_prefix = tokenizer.encode(_THINK) if opens_thinking else None
+        self._shows_tools = self._text(_HELLO, True) != self.tokenizer.render_text(
+            _HELLO, True, [_TOOL], **self._template_kwargs
+        )
         try:
             self.prefix_break = self._shape(("user",)).broken
             """How the template changes earlier turns when a user turn follows; empty if it preserves its prefix."""
@@ -44,13 +53,13 @@ class ConversationRenderer:
         """Whether user turns can be appended to what was sampled."""
         return not self.prefix_break
 
-    def render_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the whole conversation and the header of the policy's next turn.
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Token ids of the whole conversation, with the tools that the policy may call, and the header of its next turn.
 
         Raises:
             RenderingError: the template refuses the messages.
         """
-        return self.tokenizer.encode(self._text(messages, True))
+        return self.tokenizer.encode(self._text(messages, True, tools))
 
     def parse(self, action_tokens: Sequence[int], finished: bool = False) -> Action:
         """What was said, without template tokens and with reasoning apart.
@@ -62,7 +71,9 @@ class ConversationRenderer:
         parsed = self._parser.parse_response(tokens[:-1] if stopped else tokens, prompt_ids=self._thinking_prefix)
         return Action(parsed.content, truncated=not (stopped or finished), reasoning=parsed.reasoning_content or "")
 
-    def observation_delta(self, action_tokens: Sequence[int], observation: Sequence[Message]) -> list[int]:
+    def observation_delta(
+        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """Token ids that the template adds after a sampled action: the rest of its turn, the observation, the next header.
 
         If the action ended with the turn's own stop token, only what follows it; an action that was cut is closed here.
@@ -70,19 +81,24 @@ class ConversationRenderer:
         Raises:
             RenderingError: the template refuses the messages, or changes earlier turns.
         """
-        shape = self._shape(tuple(m["role"] for m in observation))
+        shape = self._shape(tuple(m["role"] for m in observation), tools)
         if shape.broken:
             raise RenderingError(f"the chat template does not preserve its prefix: {shape.broken}")
-        delta = self.tokenizer.encode(delta_text(self._text, observation))
+        delta = self.tokenizer.encode(delta_text(partial(self._text, tools=tools), observation))
         last = int(action_tokens[-1]) if len(action_tokens) else None
         if last in self.stop_token_ids and last in shape.opening:
             return delta[shape.opening.index(last) + 1 :]
         return delta
 
-    def _shape(self, roles: tuple[str, ...]) -> TurnShape:
-        if roles not in self._shapes:
-            self._shapes[roles] = probe_turns(self._text, self.tokenizer.encode, roles)
-        return self._shapes[roles]
+    def _shape(self, roles: tuple[str, ...], tools: Sequence[Tool] = ()) -> TurnShape:
+        key = (roles, json.dumps(tools) if tools else "")
+        if key not in self._shapes:
+            if len(self._shapes) >= _SHAPES_KEPT:  # an environment may declare other tools in each episode
+                self._shapes.pop(next(iter(self._shapes)))
+            self._shapes[key] = probe_turns(partial(self._text, tools=tools), self.tokenizer.encode, roles)
+        return self._shapes[key]
 
-    def _text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return self.tokenizer.render_text(messages, add_generation_prompt, **self._template_kwargs)
+    def _text(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = ()) -> str:
+        if tools and not self._shows_tools:
+            messages, tools = with_described_tools(messages, tools), ()
+        return self.tokenizer.render_text(messages, add_generation_prompt, tools, **self._template_kwargs)

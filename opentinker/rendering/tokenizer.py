@@ -11,7 +11,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from opentinker.env.environment import Message
+from opentinker.env.environment import Message, Tool
 from opentinker.errors import RenderingError
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -71,15 +71,21 @@ class ChatTokenizer:
         index: int | None = self._tokenizer.token_to_id(token)
         return index if index is not None else getattr(self, "unk_token_id", None)
 
-    def render_text(self, messages: Sequence[Message], add_generation_prompt: bool, **template_kwargs: Any) -> str:
-        """What the chat template makes of the messages.
+    def render_text(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = (), **template_kwargs: Any
+    ) -> str:
+        """What the chat template makes of the messages and tools.
 
         Raises:
             RenderingError: the template refuses them.
         """
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **template_kwargs
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=list(tools) or None,
+                documents=None,
+                **template_kwargs,
             )
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise RenderingError(f"the chat template refuses these messages: {error}") from error

@@ -25,6 +25,8 @@ from opentinker.rollout.machine import (
     EpisodeMachine,
     Event,
     Failed,
+    Finalize,
+    Finalized,
     Finish,
     Generate,
     Request,
@@ -91,6 +93,8 @@ class EpisodeDriver:
             messages=machine.messages,
             rewards=machine.rewards,
             metrics=machine.metrics,
+            components=machine.components,
+            tools=machine.tools,
             error=machine.error,
             prefix_breaks=machine.prefix_breaks,
             generation_s=self._generation_s,
@@ -104,11 +108,15 @@ class EpisodeDriver:
         try:
             match request:
                 case Reset(task):
-                    return ResetDone(await self._session.reset(task, min(left, self._config.reset_timeout_s)))
+                    observation = await self._session.reset(task, min(left, self._config.reset_timeout_s))
+                    return ResetDone(observation, self._session.tools, self._session.finalizes)
                 case Step(action):
                     result = await self._session.step(action, min(left, self._config.step_timeout_s))
                     observation = cast(tuple[Message, ...], result.observation)
-                    return StepDone(result.reward, result.done, observation, result.metrics)
+                    return StepDone(cast(float, result.reward), result.done, observation, result.metrics, result.components)
+                case Finalize():
+                    result = await self._session.finalize(min(left, self._config.step_timeout_s))
+                    return Finalized(cast(float, result.reward), result.components)
                 case Generate():
                     return await self._sample(request, min(left, self._config.generation_timeout_s))
         except DeadlineError as error:

@@ -6,6 +6,7 @@
 | AwaitTurn (PENDING)     | TurnGranted, or EpisodeEnded -> done  | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | Generate (GENERATING)   | ActionSampled                         | Failed -> error_generation, DeadlinePassed -> ...     |
 | Step (INTERACTING)      | StepDone                              | Failed -> error_env, DeadlinePassed -> error_timeout  |
+| Finalize (INTERACTING)  | Finalized                             | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | Finish (TERMINATED)     |                                       | none                                                  |
 
 `Cancelled` ends every status but TERMINATED. Any other event is a programming error and raises.
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from opentinker.client.messages import IntArray, Sample
-from opentinker.env.environment import Action, Message
+from opentinker.env.environment import Action, Message, Tool
 from opentinker.errors import RenderingError
 from opentinker.rollout.trajectory import RunKind, Trajectory
 from opentinker.rollout.types import EpisodeStatus, Termination
@@ -27,16 +28,22 @@ from opentinker.rollout.types import EpisodeStatus, Termination
 class Renderer(Protocol):
     """What the machine needs of `ConversationRenderer`."""
 
-    def render_prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]: ...
 
     def parse(self, action_tokens: Sequence[int], finished: bool = False) -> Action: ...
 
-    def observation_delta(self, action_tokens: Sequence[int], observation: Sequence[Message]) -> list[int]: ...
+    def observation_delta(
+        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class ResetDone:
+    """`finalizes`: the environment has a last reward to give."""
+
     observation: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    finalizes: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,15 @@ class StepDone:
     done: bool
     observation: tuple[Message, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    components: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finalized:
+    """The environment's last reward, which is added to the last turn's."""
+
+    reward: float
+    components: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,7 @@ class Cancelled:
     pass
 
 
-Event = ResetDone | TurnGranted | EpisodeEnded | ActionSampled | StepDone | Failed | DeadlinePassed | Cancelled
+Event = ResetDone | TurnGranted | EpisodeEnded | ActionSampled | StepDone | Finalized | Failed | DeadlinePassed | Cancelled
 
 
 @dataclass(frozen=True)
@@ -106,17 +122,25 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Finalize:
+    """Ask the environment for its last reward, before the episode ends so."""
+
+    termination: Termination
+
+
+@dataclass(frozen=True)
 class Finish:
     termination: Termination
 
 
-Request = Reset | AwaitTurn | Generate | Step | Finish
+Request = Reset | AwaitTurn | Generate | Step | Finalize | Finish
 
 _STATUS: dict[type[Request], EpisodeStatus] = {
     Reset: EpisodeStatus.PENDING,
     AwaitTurn: EpisodeStatus.PENDING,
     Generate: EpisodeStatus.GENERATING,
     Step: EpisodeStatus.INTERACTING,
+    Finalize: EpisodeStatus.INTERACTING,
     Finish: EpisodeStatus.TERMINATED,
 }
 
@@ -139,11 +163,14 @@ class EpisodeMachine:
         self._max_action_tokens = max_action_tokens
         self._max_model_len = max_model_len
         self._waits_for_turn = waits_for_turn
+        self._finalizes = False
         self.pending: Request = Reset(task)
         self.trajectories: list[Trajectory] = []
         self.messages: list[Message] = []
         self.rewards: list[float] = []
         self.metrics: dict[str, float] = {}
+        self.components: dict[str, float] = {}
+        self.tools: tuple[Tool, ...] = ()
         self.error = ""
         self.prefix_breaks = 0
 
@@ -172,21 +199,33 @@ class EpisodeMachine:
                 return self._fail(Termination.ERROR_GENERATION, error)
             case _, Failed(error):
                 return self._fail(Termination.ERROR_ENV, error)
-            case Reset(), ResetDone(observation):
+            case Reset(), ResetDone(observation, tools, finalizes):
+                self.tools, self._finalizes = tools, finalizes
                 return self._observed((), observation)
             case AwaitTurn(), TurnGranted():
                 return self._generate()
             case AwaitTurn(), EpisodeEnded():
-                return Finish(Termination.DONE)
+                return self._end(Termination.DONE)
             case Generate() as request, ActionSampled(sample):
                 return self._acted(request, sample)
             case Step(), StepDone() as result:
                 return self._stepped(result)
+            case Finalize(termination), Finalized(reward, components):
+                self.rewards[-1] += reward
+                self._add(components)
+                return Finish(termination)
         raise ValueError(f"{type(event).__name__} cannot follow {type(self.pending).__name__}")
 
     def _fail(self, termination: Termination, error: str) -> Finish:
         self.error = error
         return Finish(termination)
+
+    def _end(self, termination: Termination) -> Request:
+        return Finalize(termination) if self._finalizes and self.rewards else Finish(termination)
+
+    def _add(self, components: dict[str, float]) -> None:
+        for name, value in components.items():
+            self.components[name] = self.components.get(name, 0.0) + value
 
     def _acted(self, request: Generate, sample: Sample) -> Request:
         length = len(sample.tokens)
@@ -211,9 +250,10 @@ class EpisodeMachine:
     def _stepped(self, result: StepDone) -> Request:
         self.rewards.append(result.reward)
         self.metrics.update(result.metrics)
+        self._add(result.components)
         if result.done or len(self.rewards) >= self._max_turns:
             self.messages += result.observation
-            return Finish(Termination.DONE if result.done else Termination.TRUNCATED_TURNS)
+            return self._end(Termination.DONE if result.done else Termination.TRUNCATED_TURNS)
         action = self.trajectories[-1].runs[-1].tokens.tolist()
         return self._observed(action, result.observation)
 
@@ -222,16 +262,16 @@ class EpisodeMachine:
         self.messages += observation
         delta = self._delta(action, observation) if action else None
         try:
-            prompt = self._renderer.render_prompt(self.messages) if delta is None else delta
+            prompt = self._renderer.render_prompt(self.messages, self.tools) if delta is None else delta
         except RenderingError as error:
             return self._fail(Termination.ERROR_ENV, str(error))
         seen = 0 if delta is None else len(self.trajectories[-1])
         if seen + len(prompt) >= self._max_model_len:
-            return self._fail(
-                Termination.TRUNCATED_CONTEXT,
+            self.error = (
                 f"the context has {seen + len(prompt)} tokens, which leaves no room in engine.max_model_len = "
-                f"{self._max_model_len}",
+                f"{self._max_model_len}"
             )
+            return self._end(Termination.TRUNCATED_CONTEXT)
         if delta is None:
             self.prefix_breaks += bool(self.trajectories)
             self.trajectories.append(Trajectory())
@@ -241,7 +281,7 @@ class EpisodeMachine:
     def _delta(self, action: Sequence[int], observation: tuple[Message, ...]) -> list[int] | None:
         """None when the template cannot append to what was sampled, so that the conversation is rendered anew."""
         try:
-            return self._renderer.observation_delta(action, observation)
+            return self._renderer.observation_delta(action, observation, self.tools)
         except RenderingError:
             return None
 

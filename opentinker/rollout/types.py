@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from opentinker.client.messages import IntArray, Sample, SamplingParams
-from opentinker.env.environment import Message
+from opentinker.env.environment import Message, Tool
 from opentinker.rollout.trajectory import Trajectory
 
 
@@ -70,6 +70,10 @@ class Episode:
     """One per completed turn."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The environment's numbers; a later turn's value replaces an earlier one of the same name."""
+    components: dict[str, float] = field(default_factory=dict)
+    """The reward's named components, summed over turns."""
+    tools: tuple[Tool, ...] = ()
+    """What the policy was told that it may call."""
     error: str = ""
     """What went wrong, for `error_*` and `truncated_context`."""
     prefix_breaks: int = 0

@@ -1,56 +1,101 @@
 """What a step draws and what it trains on: tasks from a seed, groups of episodes turned into data and minibatches."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from opentinker.client.messages import Datum, FloatArray, Minibatch
+from opentinker.config.job import EnvironmentConfig
+from opentinker.env.datasets import load_tasks
 from opentinker.env.environment import Environment
+from opentinker.env.tasks import Split, TaskSource
 from opentinker.env.threads import UserThreads
-from opentinker.errors import EnvironmentLoadError
+from opentinker.errors import EnvironmentLoadError, OpenTinkerError
 from opentinker.rollout.types import Group
 
 AdvantageFn = Callable[[FloatArray], FloatArray]
 """Rewards of one group's episodes, float32[G] -> their advantages, float32[G]."""
 
 
-async def draw_tasks(environment: type[Environment], *, seed: int, step: int, count: int, timeout_s: float) -> list[Any]:
-    """`count` training tasks, determined by (seed, step).
+class JobTasks:
+    """A job's tasks of both splits: from `sources`, from the files or datasets that its config names, or its environment's own.
 
     Raises:
-        EnvironmentLoadError: the environment's `make_task` raised, or all of it took longer than `timeout_s`.
+        EnvironmentLoadError: from each method, when the environment's code raised or took longer than `timeout_s`.
+        ConfigError: from each method, when a file or dataset cannot be read.
     """
-    seeds = np.random.SeedSequence([seed, step]).generate_state(count)
-    return await _tasks(environment, "make_task", lambda: [environment.make_task(int(s)) for s in seeds], timeout_s)
 
+    def __init__(
+        self,
+        environment: type[Environment],
+        config: EnvironmentConfig,
+        *,
+        timeout_s: float,
+        base_dir: Path | None = None,
+        sources: Mapping[Split, TaskSource] | None = None,
+    ) -> None:
+        self._environment = environment
+        self._config = config
+        self._timeout_s = timeout_s
+        self._base_dir = base_dir
+        self._sources = dict(sources or {})
 
-async def held_out_tasks(environment: type[Environment], limit: int, timeout_s: float) -> list[Any]:
-    """The first `limit` held-out tasks.
+    async def draw(self, seed: int, start: int, count: int) -> list[Any]:
+        """Training tasks `start` to `start + count` of the stream that `seed` determines."""
+        return await self._call("train", lambda source: source.draw(seed, start, count))
 
-    Raises:
-        EnvironmentLoadError: the environment's `held_out_tasks` raised, or took longer than `timeout_s`.
-    """
-    return await _tasks(environment, "held_out_tasks", lambda: list(islice(environment.held_out_tasks(), limit)), timeout_s)
+    async def held_out(self, limit: int) -> list[Any]:
+        """The first `limit` held-out tasks."""
+        return await self._call("held_out", lambda source: source.first(limit))
 
+    async def _call(self, split: Split, ask: Callable[[TaskSource], list[Any]]) -> list[Any]:
+        """In a thread, because it is user code: one that never returns is left behind."""
+        method = "task_source"
+        if self._is_simple():
+            method = "make_task" if split == "train" else "held_out_tasks"
+        what = f"{self._environment.__name__}.{method}"
 
-async def _tasks(environment: type[Environment], method: str, make: Callable[[], list[Any]], timeout_s: float) -> list[Any]:
-    """What user code makes, in a thread: one that never returns is left behind."""
-    what = f"{environment.__name__}.{method}"
-    with UserThreads() as threads:
-        limit = asyncio.timeout(timeout_s)
-        try:
-            async with limit:
-                return await threads.call(make)
-        except Exception as error:
-            if limit.expired():
-                raise EnvironmentLoadError(
-                    f"{what} did not return within {timeout_s:g} s", hint="rollout.reset_timeout_s sets this deadline"
-                ) from error
-            raise EnvironmentLoadError(f"{what} raised {type(error).__name__}: {error}") from error
+        def make() -> list[Any]:
+            if split not in self._sources:
+                self._sources[split] = self._source(split)
+            return ask(self._sources[split])
+
+        with UserThreads() as threads:
+            limit = asyncio.timeout(self._timeout_s)
+            try:
+                async with limit:
+                    return await threads.call(make)
+            except Exception as error:
+                if limit.expired():
+                    raise EnvironmentLoadError(
+                        f"{what} did not return within {self._timeout_s:g} s",
+                        hint="rollout.reset_timeout_s sets this deadline",
+                    ) from error
+                if isinstance(error, OpenTinkerError):
+                    raise
+                raise EnvironmentLoadError(f"{what} raised {type(error).__name__}: {error}") from error
+
+    def _source(self, split: Split) -> TaskSource:
+        given = self._config.train_tasks if split == "train" else self._config.held_out_tasks
+        if given is None:
+            return self._environment.task_source(split, self._config.args)
+        return load_tasks(
+            given.name,
+            split=given.split,
+            subset=given.subset,
+            columns=given.columns,
+            limit=given.limit,
+            shuffle=given.shuffle,
+            base_dir=self._base_dir,
+            required=self._environment.task_columns,
+        )
+
+    def _is_simple(self) -> bool:
+        return self._environment.task_source.__func__ is Environment.task_source.__func__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ def step_row(
         "reward_std": float(np.std(rewards)) if rewards else None,
         "exact": None,
         "env": _environment_means(usable),
+        "reward_components": _component_means(usable),
         "groups": len(groups),
         "episodes": len(episodes),
         "zero_variance_groups": batch.zero_variance_groups,
@@ -81,6 +82,7 @@ def evaluation_row(step: int, result: EvaluationResult, groups: Sequence[Group],
         "exact": None if exact is None else exact.mean,
         "exact_ci": None if exact is None else exact.half_width,
         "env": {name: estimate.mean for name, estimate in result.metrics.items()},
+        "reward_components": _component_means([e for g in groups for e in g.episodes if e.termination.trains]),
         "tasks": result.tasks,
         "episodes": result.episodes,
         "errors": result.errors,
@@ -130,6 +132,12 @@ def _mean(values: Sequence[float]) -> float | None:
 def _environment_means(episodes: Sequence[Episode]) -> dict[str, float]:
     names = sorted({name for e in episodes for name in e.metrics})
     return {name: float(np.mean([v for e in episodes if (v := metric_of(e, name)) is not None])) for name in names}
+
+
+def _component_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """A component that an episode did not have earned it nothing."""
+    names = sorted({name for e in episodes for name in e.components})
+    return {name: float(np.mean([e.components.get(name, 0.0) for e in episodes])) for name in names}
 
 
 def _cut_fraction(episodes: Sequence[Episode]) -> float | None:

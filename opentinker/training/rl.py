@@ -7,18 +7,20 @@ the policy it is given (HTTP in practice) and the recorder (files).
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from opentinker.algorithms.grpo import group_advantages
 from opentinker.client.messages import AdamParams, Datum, IntArray, LossConfig, Minibatch, Sample, SampleResult, SamplingParams
 from opentinker.config.job import RLJobConfig, RLTrainingConfig
 from opentinker.env.environment import Environment
+from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import EpisodesFailedError
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Group
-from opentinker.training.data import Batch, build_batch, draw_tasks, held_out_tasks
+from opentinker.training.data import Batch, JobTasks, build_batch
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
@@ -64,10 +66,19 @@ class RLLoop:
         renderer: ConversationRenderer,
         max_model_len: int,
         recorder: Recorder,
+        base_dir: Path | None = None,
+        sources: Mapping[Split, TaskSource] | None = None,
     ) -> None:
         self.config = config
         self.steps_done = 0
         self._environment = environment
+        self._tasks = JobTasks(
+            environment,
+            config.environment,
+            timeout_s=config.rollout.reset_timeout_s,
+            base_dir=base_dir,
+            sources=sources,
+        )
         self._policy = policy
         self._renderer = renderer
         self._recorder = recorder
@@ -80,9 +91,16 @@ class RLLoop:
 
     @classmethod
     async def connect(
-        cls, config: RLJobConfig, environment: type[Environment], policy: TrainablePolicy, recorder: Recorder
+        cls,
+        config: RLJobConfig,
+        environment: type[Environment],
+        policy: TrainablePolicy,
+        recorder: Recorder,
+        base_dir: Path | None = None,
+        sources: Mapping[Split, TaskSource] | None = None,
     ) -> "RLLoop":
-        """A loop on a server that runs: asks it for the tokenizer and the limits.
+        """A loop on a server that runs: asks it for the tokenizer and the limits. Files of tasks are relative to `base_dir`;
+        `sources` replace the tasks of the config and the environment.
 
         Raises:
             RenderingError: the model has no usable chat template.
@@ -90,7 +108,7 @@ class RLLoop:
         info = await policy.info()
         tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
         renderer = ConversationRenderer(tokenizer, info["stop_token_ids"])
-        return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder)
+        return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
 
     async def resume(self, step: int) -> None:
         """Go on after the checkpoint of `step`; 0 needs none. Steps are determined by the config's seed and their number, so
@@ -121,9 +139,7 @@ class RLLoop:
     async def evaluate(self) -> Row | None:
         """One evaluation; None if the environment has no held-out tasks."""
         if self._held_out is None:
-            self._held_out = await held_out_tasks(
-                self._environment, self.config.evaluation.max_tasks, self.config.rollout.reset_timeout_s
-            )
+            self._held_out = await self._tasks.held_out(self.config.evaluation.max_tasks)
         if not self._held_out:
             return None
         started = time.monotonic()
@@ -144,13 +160,8 @@ class RLLoop:
         """One training step."""
         config, number = self.config, self.steps_done + 1
         started = time.monotonic()
-        tasks = await draw_tasks(
-            self._environment,
-            seed=config.training.seed,
-            step=number,
-            count=config.rollout.groups_per_step,
-            timeout_s=config.rollout.reset_timeout_s,
-        )
+        per_step = config.rollout.groups_per_step
+        tasks = await self._tasks.draw(config.training.seed, (number - 1) * per_step, per_step)
         groups = await self._runner.run(tasks, config.algorithm.group_size, number)
         sampled = time.monotonic()
         await self._check_usable(groups)

@@ -46,7 +46,8 @@ def run_rl_job(
     """
     started = time.monotonic()
     job = parse_config(RLJobConfig, config)
-    environment = checked_environment(job, Path(code_dir) if code_dir else None)
+    base_dir = Path(code_dir) if code_dir else None
+    environment = checked_environment(job, base_dir)
 
     def log(row: Row) -> None:
         logger.info(row_line(row, job.training.steps))
@@ -58,7 +59,7 @@ def run_rl_job(
     async def drive() -> str:
         client = PolicyClient(endpoint, token, policy)
         try:
-            loop = await RLLoop.connect(job, environment, client, recorder)
+            loop = await RLLoop.connect(job, environment, client, recorder, base_dir)
             await loop.resume(step or 0)
             await loop.run(job.training.steps - loop.steps_done)
             return str((await client.save("final"))["path"])

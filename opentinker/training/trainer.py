@@ -1,6 +1,7 @@
 """The synchronous face of the RL loop."""
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from opentinker.config.job import (
 )
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
+from opentinker.env.tasks import Split, TaskSource, task_source
 from opentinker.errors import ConfigError
 from opentinker.training.metrics import Row
 from opentinker.training.progress import Progress
@@ -41,6 +43,8 @@ class RLTrainer:
         algorithm: GRPOConfig | None = None,
         *,
         environment_args: dict[str, Any] | None = None,
+        train_tasks: TaskSource | Sequence[Any] | None = None,
+        held_out_tasks: TaskSource | Sequence[Any] | None = None,
         optimizer: AdamParams | None = None,
         sampling: SamplingConfig | None = None,
         rollout: RolloutConfig | None = None,
@@ -49,7 +53,10 @@ class RLTrainer:
         run_dir: str | Path | None = None,
         progress: bool = True,
     ) -> None:
-        """Raises: EnvironmentLoadError, ConfigError."""
+        """Tasks given here replace the environment's own; `opentinker.load_tasks` reads them from a file or dataset.
+
+        Raises: EnvironmentLoadError, ConfigError.
+        """
         if not isinstance(job.config, InteractiveJobConfig):
             raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
         self._job = job
@@ -64,6 +71,8 @@ class RLTrainer:
             evaluation=evaluation or EvaluationConfig(),
             training=RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
         )
+        given: dict[Split, TaskSource | Sequence[Any] | None] = {"train": train_tasks, "held_out": held_out_tasks}
+        self._sources = {split: task_source(tasks) for split, tasks in given.items() if tasks is not None}
         self._progress = progress
         self._listener: Progress | None = None
         self._recorder = Recorder(
@@ -107,7 +116,7 @@ class RLTrainer:
 
     async def _connected(self, policy: PolicyClient) -> RLLoop:
         if self._loop is None:
-            self._loop = await RLLoop.connect(self.config, self._environment, policy, self._recorder)
+            self._loop = await RLLoop.connect(self.config, self._environment, policy, self._recorder, sources=self._sources)
         return self._loop
 
     def _shown(self, total_steps: int) -> AbstractContextManager[Any]:

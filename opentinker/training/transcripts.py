@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from opentinker.env.environment import Message
 from opentinker.rollout.types import Episode, Group
 
 Phase = Literal["train", "evaluation"]
@@ -19,8 +20,19 @@ def transcript_row(episode: Episode, *, step: int, phase: Phase) -> dict[str, An
         "error": episode.error,
         "metrics": episode.metrics,
         "action_tokens": episode.action_tokens,
-        "messages": [dict(m) for m in episode.messages],
+        "components": episode.components,
+        **({"tools": list(episode.tools)} if episode.tools else {}),
+        "messages": [_readable(m) for m in episode.messages],
     }
+
+
+def _readable(message: Message) -> dict[str, Any]:
+    """A message as JSON values; an image as its hash."""
+    content = message["content"]
+    if isinstance(content, str):
+        return dict(message)
+    parts = [dict(p) if p["type"] == "text" else {"type": "image", "sha256": p["image"].sha256} for p in content]
+    return {**message, "content": parts}
 
 
 def pick_transcripts(groups: Sequence[Group], count: int) -> list[Episode]:

@@ -13,6 +13,7 @@ from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.env.execution import EnvironmentSession
 from opentinker.env.threads import UserThreads
 from opentinker.errors import DeadlineError, EnvironmentFailedError
+from opentinker.images import Image
 
 HELLO = ({"role": "user", "content": "hello"},)
 Start = Callable[..., EnvironmentSession]
@@ -198,3 +199,91 @@ async def test_a_malformed_step_result_is_refused_with_what_is_wrong(start: Star
 async def test_a_malformed_first_observation_is_refused(start: Start, observation: Any) -> None:
     with pytest.raises(EnvironmentFailedError, match=r"Scripted\.reset gave an"):
         await start(lambda: Scripted(reset=observation)).reset(0, 5)
+
+
+def picture(color: str = "red") -> Any:
+    from PIL import Image as Pillow
+
+    return Pillow.new("RGB", (4, 3), color)
+
+
+async def test_an_image_parts_and_messages_become_messages(start: Start) -> None:
+    image = Image.of(picture())
+    parts = [{"type": "text", "text": "look"}, {"type": "image", "image": picture()}]
+    clean = [{"type": "text", "text": "look"}, {"type": "image", "image": image}]
+
+    async def observed(value: Any) -> Any:
+        return await start(lambda: Scripted(reset=lambda: value)).reset(0, 5)
+
+    assert await observed(image) == ({"role": "user", "content": [clean[1]]},)
+    assert await observed(picture()) == ({"role": "user", "content": [clean[1]]},)
+    assert await observed(parts) == ({"role": "user", "content": clean},)
+    assert await observed([{"role": "tool", "content": parts}]) == ({"role": "tool", "content": clean},)
+
+
+@pytest.mark.parametrize(
+    ("observation", "says"),
+    [
+        ([{"type": "image", "image": b"no image"}], "an image that is not one"),
+        ([{"type": "sound"}], "a part that is not one"),
+        ([{"role": "user", "content": [3]}], "a part that is not one"),
+        ([{"role": "user", "content": b"bytes"}], "a message that is not one"),
+        ({"role": "user"}, "observation of type dict"),
+    ],
+)
+async def test_a_malformed_part_is_shown(start: Start, observation: Any, says: str) -> None:
+    with pytest.raises(EnvironmentFailedError, match=says):
+        await start(lambda: Scripted(reset=lambda: observation)).reset(0, 5)
+
+
+async def test_a_rewards_components_add_up_and_are_kept(start: Start) -> None:
+    session = start(lambda: Scripted(step=StepResult({"answer": 1.0, "format": np.float64(0.25)}, done=True)))
+    await session.reset(0, 5)
+    result = await session.step(Action("x"), 5)
+    assert (result.reward, result.components) == (1.25, {"answer": 1.0, "format": 0.25})
+    bad = start(lambda: Scripted(step=StepResult({"answer": float("nan")}, done=True)))
+    await bad.reset(0, 5)
+    with pytest.raises(EnvironmentFailedError, match="component 'answer' is nan"):
+        await bad.step(Action("x"), 5)
+
+
+class Final(Scripted):
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+
+    def finalize(self) -> Any:
+        return self.play("close")
+
+
+async def test_a_last_reward_is_checked_like_any_other(start: Start) -> None:
+    session = start(lambda: Final(close=lambda: {"tidy": 0.5}))
+    await session.reset(0, 5)
+    assert session.finalizes
+    assert session.tools == Final.tools
+    assert (await session.finalize(5)).components == {"tidy": 0.5}
+    for value, says in [("much", "must be a number"), (float("inf"), "must be finite")]:
+        wrong = start(lambda value=value: Final(close=lambda: value))
+        await wrong.reset(0, 5)
+        with pytest.raises(EnvironmentFailedError, match=says):
+            await wrong.finalize(5)
+    plain = start(lambda: Scripted())
+    await plain.reset(0, 5)
+    assert (plain.finalizes, plain.tools) == (False, ())
+
+
+@pytest.mark.parametrize("tools", ["search", [{"name": "search"}], [{"type": "function", "function": {"parameters": {}}}], 3])
+async def test_malformed_tools_fail_the_reset(start: Start, tools: Any) -> None:
+    class Odd(Scripted):
+        pass
+
+    Odd.tools = tools
+    with pytest.raises(EnvironmentFailedError, match="tools"):
+        await start(Odd).reset(0, 5)
+
+
+@pytest.mark.parametrize("error", [EnvironmentFailedError("the other side raised ValueError: no"), DeadlineError("late there")])
+async def test_what_an_environment_elsewhere_reports_passes_unchanged(start: Start, error: Exception) -> None:
+    session = start(lambda: Scripted(step=error))
+    await session.reset(0, 5)
+    with pytest.raises(type(error)) as raised:
+        await session.step(Action("x"), 5)
+    assert raised.value is error

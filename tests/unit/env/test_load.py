@@ -68,7 +68,7 @@ def test_a_class_stands_for_itself() -> None:
         ("game.py:Gues", "has no class 'Gues' .*did you mean 'Guess'"),
         ("game.py:Unrelated", "'game.py:Unrelated' is not an environment"),
         ("game.py:HalfDone", "HalfDone defines no step"),
-        ("notes.txt:Guess", "notes.txt is not a Python file"),
+        ("notes.txt:Guess", "names no environment .*path/to/file.py:Class; adapters are gymnasium:NAME"),
         ("syntax.py:Guess", r"importing .*syntax.py failed: SyntaxError.*syntax.py, line 2"),
         ("missing.py:Guess", r"ModuleNotFoundError: No module named 'no_such_module' \(.*missing.py:2\)"),
         ("exits.py:Guess", r"importing .*exits.py failed: SystemExit: 1 \(.*exits.py:2\)"),

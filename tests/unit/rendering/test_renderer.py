@@ -161,3 +161,40 @@ def test_reasoning_is_kept_apart_from_what_is_said(make_renderer: MakeRenderer) 
         assert (action.text, action.reasoning.strip()) == ("12", "carry the one")
         unfinished = renderer.parse(renderer.tokenizer.encode(f"{opened}carry the"))
         assert (unfinished.text, unfinished.truncated) == ("", True)
+
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Sums.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    },
+}
+WITH_TOOLS = """{% if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_tools_reach_the_template_on_every_path(files: dict[str, bytes]) -> None:
+    tokenizer = ChatTokenizer.from_files({**files, "chat_template.jinja": WITH_TOOLS.encode()})
+    renderer = ConversationRenderer(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>") or 0])
+    shown = tokenizer.decode(renderer.render_prompt(NEXT, [ADD]))
+    assert shown.startswith("<|im_start|>system\n[{")
+    assert '"add"' in shown
+    action = tokenizer.encode("7<|im_end|>")
+    assert renderer.observation_delta(action, NEXT, [ADD]) == renderer.observation_delta(action, NEXT)
+
+
+def test_a_template_without_tools_gets_them_in_the_system_message(make_renderer: MakeRenderer) -> None:
+    renderer = make_renderer("smollm2")
+    shown = renderer.tokenizer.decode(renderer.render_prompt(FIRST, [ADD]))
+    assert shown.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions.")
+    assert '{"type": "function", "function": {"name": "add"' in shown
+    assert "You are SmolLM" not in renderer.tokenizer.decode(renderer.render_prompt(NEXT, [ADD]))
+    action = renderer.tokenizer.encode("7<|im_end|>")
+    whole = renderer.render_prompt([*FIRST, {"role": "assistant", "content": "7"}, *NEXT], [ADD])
+    assert whole == renderer.render_prompt(FIRST, [ADD]) + action + renderer.observation_delta(action, NEXT, [ADD])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from opentinker.client.messages import Sample
-from opentinker.env.environment import Action, Message
+from opentinker.env.environment import Action, Message, Tool
 from opentinker.errors import RenderingError
 from opentinker.rollout.machine import (
     ActionSampled,
@@ -20,6 +20,8 @@ from opentinker.rollout.machine import (
     EpisodeMachine,
     Event,
     Failed,
+    Finalize,
+    Finalized,
     Finish,
     Generate,
     Reset,
@@ -40,7 +42,7 @@ class LetterRenderer:
     def __init__(self, keeps_prefix: bool = True) -> None:
         self.keeps_prefix = keeps_prefix
 
-    def render_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if any(m["content"] == "unspeakable" for m in messages):
             raise RenderingError("the template has no word for it")
         return [t for m in messages for t in [*map(ord, m["content"]), CLOSER]] + [HEADER]
@@ -49,7 +51,9 @@ class LetterRenderer:
         stopped = action_tokens[-1] == STOP
         return Action("".join(chr(t) for t in action_tokens if t != STOP), truncated=not (stopped or finished))
 
-    def observation_delta(self, action_tokens: Sequence[int], observation: Sequence[Message]) -> list[int]:
+    def observation_delta(
+        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> list[int]:
         if not self.keeps_prefix:
             raise RenderingError("changes earlier turns")
         return ([] if action_tokens[-1] == STOP else [CLOSER]) + self.render_prompt(observation)
@@ -74,6 +78,7 @@ RESET = ResetDone(user("hi"))
 ACT = sampled("go")
 GOES_ON = StepDone(0.5, False, user("next"))
 DONE = StepDone(1.0, True, metrics={"exact": 1.0})
+LAST, TOO_LONG = ResetDone(user("hi"), finalizes=True), StepDone(0, False, user("x" * 40))
 LATE, BROKEN = DeadlinePassed("too late"), Failed("it broke")
 
 TABLE: dict[str, tuple[list[Event], Termination]] = {
@@ -93,6 +98,12 @@ TABLE: dict[str, tuple[list[Event], Termination]] = {
     "no turns left": ([RESET, ACT, GOES_ON, ACT, GOES_ON], Termination.TRUNCATED_TURNS),
     "the environment raised": ([RESET, ACT, BROKEN], Termination.ERROR_ENV),
     "a step was too late": ([RESET, ACT, LATE], Termination.ERROR_TIMEOUT),
+    "done, with a last reward": ([LAST, ACT, DONE, Finalized(0.5)], Termination.DONE),
+    "no turns left, with a last reward": ([LAST, ACT, GOES_ON, ACT, GOES_ON, Finalized(-1.0)], Termination.TRUNCATED_TURNS),
+    "a full context, with a last reward": ([LAST, ACT, TOO_LONG, Finalized(0.0)], Termination.TRUNCATED_CONTEXT),
+    "no turn, no last reward": ([ResetDone(user("x" * 38), finalizes=True)], Termination.TRUNCATED_CONTEXT),
+    "the last reward raised": ([LAST, ACT, DONE, BROKEN], Termination.ERROR_ENV),
+    "the last reward was too late": ([LAST, ACT, DONE, LATE], Termination.ERROR_TIMEOUT),
     "cancelled while pending": ([Cancelled()], Termination.CANCELLED),
     "cancelled while generating": ([RESET, Cancelled()], Termination.CANCELLED),
     "cancelled while interacting": ([RESET, ACT, Cancelled()], Termination.CANCELLED),
@@ -191,17 +202,21 @@ def test_waiting_for_a_turn_can_fail(event: Event, end: Termination) -> None:
     assert subject.handle(event) == Finish(end)
 
 
-EVENTS: list[Event] = [RESET, TurnGranted(), EpisodeEnded(), ACT, GOES_ON, LATE, BROKEN, Cancelled()]
+EVENTS: list[Event] = [RESET, TurnGranted(), EpisodeEnded(), ACT, GOES_ON, Finalized(1.0), LATE, BROKEN, Cancelled()]
 LEGAL: dict[type, tuple[type, ...]] = {
     Reset: (ResetDone, DeadlinePassed, Failed, Cancelled),
     AwaitTurn: (TurnGranted, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
     Generate: (ActionSampled, DeadlinePassed, Failed, Cancelled),
     Step: (StepDone, DeadlinePassed, Failed, Cancelled),
+    Finalize: (Finalized, DeadlinePassed, Failed, Cancelled),
     Finish: (),
 }
 
 
-@pytest.mark.parametrize("prefix", [[], [RESET], [RESET, TurnGranted()], [RESET, TurnGranted(), ACT], [Cancelled()]])
+@pytest.mark.parametrize(
+    "prefix",
+    [[], [RESET], [RESET, TurnGranted()], [RESET, TurnGranted(), ACT], [LAST, TurnGranted(), ACT, DONE], [Cancelled()]],
+)
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
 def test_events_that_do_not_fit_raise_and_change_nothing(prefix: list[Event], event: Event) -> None:
     subject = machine(waits=True)
@@ -246,9 +261,17 @@ class AnyEpisode(RuleBasedStateMachine):
         return isinstance(self.subject.pending, kind)
 
     @precondition(lambda self: self.waiting(Reset))
-    @rule(text=texts)
-    def reset(self, text: str) -> None:
-        self.handle(ResetDone(user(text)))
+    @rule(text=texts, finalizes=st.booleans())
+    def reset(self, text: str, finalizes: bool) -> None:
+        self.handle(ResetDone(user(text), finalizes=finalizes))
+
+    @precondition(lambda self: self.waiting(Finalize))
+    @rule(reward=st.floats(-1, 1))
+    def finalize(self, reward: float) -> None:
+        before = sum(self.subject.rewards)
+        self.handle(Finalized(reward, {"last": reward}))
+        assert sum(self.subject.rewards) == pytest.approx(before + reward)
+        assert self.subject.components == {"last": reward}
 
     @precondition(lambda self: self.waiting(AwaitTurn))
     @rule()

@@ -12,7 +12,7 @@ import pytest
 
 from opentinker.client.messages import IntArray, Sample, SamplingParams
 from opentinker.config.job import RolloutConfig, SamplingConfig
-from opentinker.env.environment import Action, Environment, Message, StepResult
+from opentinker.env.environment import Action, Environment, Message, StepResult, Tool
 from opentinker.errors import (
     ContextOverflowError,
     DeadlineError,
@@ -35,7 +35,7 @@ class ByteRenderer:
     stop_token_ids = (STOP,)
     preserves_prefix = True
 
-    def render_prompt(self, messages: Sequence[Message]) -> list[int]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if any(m["content"] == "unspeakable" for m in messages):
             raise RenderingError("the template has no word for it")
         return [ord(c) for m in messages for c in m["content"]] + [STOP]
@@ -43,7 +43,9 @@ class ByteRenderer:
     def parse(self, action_tokens: Sequence[int], finished: bool = False) -> Action:
         return Action("".join(chr(t) for t in action_tokens if t != STOP), truncated=action_tokens[-1] != STOP)
 
-    def observation_delta(self, action_tokens: Sequence[int], observation: Sequence[Message]) -> list[int]:
+    def observation_delta(
+        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> list[int]:
         return self.render_prompt(observation)
 
 

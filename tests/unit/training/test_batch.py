@@ -2,17 +2,21 @@ import asyncio
 import time
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from opentinker.algorithms.grpo import group_advantages
 from opentinker.client.messages import Sample
+from opentinker.config.job import EnvironmentConfig, TasksConfig
 from opentinker.env.environment import Environment
-from opentinker.errors import EnvironmentLoadError
+from opentinker.env.tasks import ListTasks
+from opentinker.errors import ConfigError, EnvironmentLoadError
 from opentinker.rollout.trajectory import RunKind, Trajectory
 from opentinker.rollout.types import Episode, Group, Termination
-from opentinker.training.data import build_batch, draw_tasks, held_out_tasks
+from opentinker.training.data import JobTasks, build_batch
 
 
 def episode(reward: float, tokens: int = 3, termination: Termination = Termination.DONE) -> Episode:
@@ -71,12 +75,38 @@ def test_groups_without_variance_are_left_out_and_counted() -> None:
     assert (batch.data, batch.minibatches, batch.zero_variance_groups) == ([], [], 2)
 
 
-async def test_tasks_depend_on_seed_and_step_alone() -> None:
-    async def drawn(seed: int, step: int) -> list[int]:
-        return [t["seed"] for t in await draw_tasks(Environment, seed=seed, step=step, count=50, timeout_s=10.0)]
+def tasks_of(environment: type[Environment], timeout_s: float = 10.0, **config: Any) -> JobTasks:
+    return JobTasks(environment, EnvironmentConfig(name="x", **config), timeout_s=timeout_s)
 
-    assert await drawn(0, 1) == await drawn(0, 1)
-    assert len({*await drawn(0, 1), *await drawn(0, 2), *await drawn(1, 1)}) == 150
+
+async def test_tasks_depend_on_seed_and_place_alone() -> None:
+    async def drawn(seed: int, start: int, count: int = 50) -> list[int]:
+        return [t["seed"] for t in await tasks_of(Environment).draw(seed, start, count)]
+
+    assert await drawn(0, 0) == await drawn(0, 0)
+    assert len({*await drawn(0, 0), *await drawn(0, 50), *await drawn(1, 0)}) == 150
+    assert await drawn(0, 0, 20) + await drawn(0, 20, 30) == await drawn(0, 0)
+
+
+async def test_a_file_that_the_config_names_replaces_the_environments_own_tasks(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"q": "a"}\n{"q": "b"}\n')
+    config = EnvironmentConfig(name="x", train_tasks=TasksConfig(name="t.jsonl", columns={"question": "q"}))
+    tasks = JobTasks(Environment, config, timeout_s=10.0, base_dir=tmp_path)
+    assert sorted(t["question"] for t in await tasks.draw(0, 0, 4)) == ["a", "a", "b", "b"]
+    assert await tasks.held_out(5) == []
+    missing = JobTasks(Environment, EnvironmentConfig(name="x", held_out_tasks=TasksConfig(name="no.csv")), timeout_s=10.0)
+    with pytest.raises(ConfigError, match=r"no.csv does not exist"):
+        await missing.held_out(5)
+
+
+async def test_sources_given_in_python_come_before_everything() -> None:
+    tasks = JobTasks(
+        Environment,
+        EnvironmentConfig(name="x"),
+        timeout_s=10.0,
+        sources={"train": ListTasks([7]), "held_out": ListTasks([8, 9])},
+    )
+    assert (await tasks.draw(0, 3, 2), await tasks.held_out(1)) == ([7, 7], [8])
 
 
 async def test_an_environment_that_cannot_make_tasks_is_named() -> None:
@@ -90,9 +120,9 @@ async def test_an_environment_that_cannot_make_tasks_is_named() -> None:
             raise KeyError("words.txt")
 
     with pytest.raises(EnvironmentLoadError, match=r"Broken.make_task raised KeyError: 'words.txt'"):
-        await draw_tasks(Broken, seed=0, step=1, count=1, timeout_s=10.0)
+        await tasks_of(Broken).draw(0, 0, 1)
     with pytest.raises(EnvironmentLoadError, match=r"Broken.held_out_tasks raised KeyError"):
-        await held_out_tasks(Broken, 3, 10.0)
+        await tasks_of(Broken).held_out(3)
 
 
 async def test_an_environment_that_makes_tasks_for_ever_is_named_and_stalls_nobody() -> None:
@@ -105,7 +135,7 @@ async def test_an_environment_that_makes_tasks_for_ever_is_named_and_stalls_nobo
         def held_out_tasks(cls) -> Iterator[int]:  # type: ignore[override]
             return count()
 
-    drawing = asyncio.create_task(draw_tasks(Endless, seed=0, step=1, count=1, timeout_s=0.2))
+    drawing = asyncio.create_task(tasks_of(Endless, 0.2).draw(0, 0, 1))
     ticks = 0
     while not drawing.done():
         await asyncio.sleep(0.005)
@@ -113,4 +143,4 @@ async def test_an_environment_that_makes_tasks_for_ever_is_named_and_stalls_nobo
     assert ticks > 5
     with pytest.raises(EnvironmentLoadError, match=r"Endless.make_task did not return within 0.2 s"):
         drawing.result()
-    assert await held_out_tasks(Endless, 3, 10.0) == [0, 1, 2]
+    assert await tasks_of(Endless).held_out(3) == [0, 1, 2]
