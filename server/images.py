@@ -14,9 +14,9 @@ import torch
 
 from opentinker.client.messages import Chunk, ImageChunk, IntArray
 from opentinker.errors import ConfigError, ImageMissingError, InvalidRequestError, TooLargeError
+from opentinker.images import MAX_IMAGE_BYTES
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_IMAGE_BYTES = 32 * 2**20
 MAX_IMAGE_PIXELS = 32 * 2**20
 """A few bytes of a picture can stand for gigabytes of pixels."""
 MAX_ENCODED_BYTES = 2**30

@@ -116,6 +116,13 @@ def chunk_tokens(chunks: Sequence[Chunk]) -> IntArray:
     return np.concatenate([c.tokens for c in chunks]) if chunks else np.zeros(0, np.int32)
 
 
+def as_chunks(tokens: Sequence[int] | IntArray | Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Chunks as they are, or token ids as one chunk."""
+    if not isinstance(tokens, np.ndarray) and len(tokens) and isinstance(tokens[0], TokenChunk | ImageChunk):
+        return tuple(chunk for chunk in tokens if isinstance(chunk, TokenChunk | ImageChunk))
+    return (TokenChunk(np.asarray(tokens, np.int32)),)
+
+
 def placed_images(chunks: Iterable[Chunk]) -> tuple[tuple[int, ImageChunk], ...]:
     """The images among the chunks, each with the position of its first token."""
     found, position = [], 0

@@ -24,8 +24,8 @@ from opentinker.client.messages import (
     SampleRequest,
     SampleResult,
     SamplingParams,
-    TokenChunk,
     TokenScore,
+    as_chunks,
 )
 from opentinker.errors import ImageMissingError, from_problem
 
@@ -125,7 +125,7 @@ class PolicyClient:
         Raises:
             VersionNotServedError: `version` is not the live one, or a publish with mode 'abort' replaced it meanwhile.
         """
-        request = SampleRequest(request_id or uuid.uuid4().hex, _chunks(prompt), params, n, prompt_logprobs, version)
+        request = SampleRequest(request_id or uuid.uuid4().hex, as_chunks(prompt), params, n, prompt_logprobs, version)
         deadline = Deadline(deadline_s)
         for attempt in range(1, IMAGE_ATTEMPTS + 1):
             left_s = deadline.left_s()
@@ -248,12 +248,6 @@ def _parts(images: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
         part[sha256] = data
     if part:
         yield part
-
-
-def _chunks(prompt: Prompt) -> tuple[Chunk, ...]:
-    if not isinstance(prompt, np.ndarray) and len(prompt) and isinstance(prompt[0], TokenChunk | ImageChunk):
-        return tuple(chunk for chunk in prompt if isinstance(chunk, TokenChunk | ImageChunk))
-    return (TokenChunk(np.asarray(prompt, np.int32)),)
 
 
 def _wire(data: Sequence[Datum]) -> list[dict[str, Any]]:

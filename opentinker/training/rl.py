@@ -6,16 +6,28 @@ the policy it is given (HTTP in practice) and the recorder (files).
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from opentinker.algorithms.grpo import group_advantages
-from opentinker.client.messages import AdamParams, Datum, IntArray, LossConfig, Minibatch, Sample, SampleResult, SamplingParams
+from opentinker.client.messages import (
+    AdamParams,
+    Chunk,
+    Datum,
+    ImageChunk,
+    IntArray,
+    LossConfig,
+    Minibatch,
+    Sample,
+    SampleResult,
+    SamplingParams,
+)
 from opentinker.config.job import RLJobConfig, RLTrainingConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
-from opentinker.errors import EpisodesFailedError
+from opentinker.errors import ConfigError, EpisodesFailedError
+from opentinker.images import Image
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.runner import RolloutRunner
@@ -38,7 +50,11 @@ class TrainablePolicy(Protocol):
 
     async def tokenizer_files(self) -> dict[str, bytes]: ...
 
-    async def sample(self, prompt: IntArray, params: SamplingParams, *, request_id: str, deadline_s: float) -> SampleResult: ...
+    async def upload(self, images: Iterable[bytes]) -> dict[str, ImageChunk]: ...
+
+    async def sample(
+        self, prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, *, request_id: str, deadline_s: float
+    ) -> SampleResult: ...
 
     async def train_step(
         self,
@@ -107,7 +123,7 @@ class RLLoop:
         """
         info = await policy.info()
         tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
-        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"])
+        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
         return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
 
     async def resume(self, step: int) -> None:
@@ -222,9 +238,18 @@ class RLLoop:
             self.config.sampling.model_copy(update={"temperature": temperature}),
             max_model_len,
             seed,
+            self._upload,
         )
 
-    async def _generate(self, prompt: IntArray, params: SamplingParams, request_id: str) -> Sample:
+    async def _upload(self, images: Sequence[Image]) -> Mapping[str, ImageChunk]:
+        if not self._renderer.takes_images:
+            raise ConfigError(
+                f"{self._environment.__name__} shows images, but the base model takes none",
+                hint="use a vision-language model as base_model",
+            )
+        return await self._policy.upload([image.data for image in images])
+
+    async def _generate(self, prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
         deadline_s = self.config.rollout.generation_timeout_s
         result = await self._policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)
         return result.samples[0]

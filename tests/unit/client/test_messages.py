@@ -40,7 +40,7 @@ def test_a_datum_survives_the_wire() -> None:
         ({"rewards": [1, 2, 3]}, "unknown array 'rewards'"),
         ({"chunks": [1, -2, 3]}, "outside int32"),
         ({"chunks": [1.5, 2.5, 3.5]}, "flat list of token ids"),
-        ({"chunks": [{"kind": "image", "hash": "x"}]}, "unknown chunk kind 'image'"),
+        ({"chunks": [{"kind": "video", "hash": "x"}]}, "unknown chunk kind 'video'"),
         ({"weights": None}, "weights"),
     ],
 )
