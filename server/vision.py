@@ -3,7 +3,7 @@
 Axes: T = tokens of a sequence or a pack, H = hidden size, F = features of one image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from opentinker.server.images import ImageStore
 
 Placed = tuple[int, ImageChunk]
 """(the row of an image's first token, the image)."""
+BATCH_BYTES = 64 * 2**20
+"""Pixel values that go through the vision tower at once."""
 
 
 def takes_images(config: Any) -> bool:
@@ -43,24 +45,40 @@ def language_prefix(model: Any) -> str:
     return next(f"{name}." if name else "" for name, module in model.named_modules() if module is decoder)
 
 
-def image_features(model: Any, images: ImageStore, image: ImageChunk) -> torch.Tensor:
-    """The vision tower's features of an image, [F, H].
+def image_features(model: Any, images: ImageStore, wanted: Iterable[ImageChunk]) -> dict[str, torch.Tensor]:
+    """The vision tower's features of each image, [F, H], by its hash. Images of one shape are computed together.
 
     Raises:
         ConfigError: they are not as many as the image has placeholder tokens.
     """
+    alike: dict[tuple[object, ...], list[list[ImageChunk]]] = {}
+    for image in {image.sha256: image for image in wanted}.values():
+        processed = images.processed(image.sha256)
+        shape = tuple((key, tuple(value.shape[1:])) for key, value in processed.pixels.items())
+        batches = alike.setdefault(shape, [[]])
+        if (len(batches[-1]) + 1) * processed.nbytes > BATCH_BYTES:
+            batches.append([])
+        batches[-1].append(image)
+    found: dict[str, torch.Tensor] = {}
+    for batch in (batch for batches in alike.values() for batch in batches if batch):
+        found |= _batch_features(model, images, batch)
+    return found
+
+
+def _batch_features(model: Any, images: ImageStore, batch: Sequence[ImageChunk]) -> dict[str, torch.Tensor]:
     weight = model.get_input_embeddings().weight
-    pixels = {key: value.to(weight.device) for key, value in images.processed(image.sha256).pixels.items()}
-    found = model.get_image_features(**pixels, return_dict=True).pooler_output
-    features_FH: torch.Tensor = torch.cat(list(found)) if isinstance(found, list | tuple) else found
-    features_FH = features_FH.reshape(-1, features_FH.shape[-1])
-    places = int((image.tokens == images.processor.token_id).sum())
-    if len(features_FH) != places:
+    pixels = [images.processed(image.sha256).pixels for image in batch]
+    joined = {key: torch.cat([each[key] for each in pixels]).to(weight.device) for key in pixels[0]}
+    found = model.get_image_features(**joined, return_dict=True).pooler_output
+    features: torch.Tensor = torch.cat(list(found)) if isinstance(found, list | tuple) else found
+    features = features.reshape(-1, features.shape[-1]).to(weight.dtype)
+    places = [int((image.tokens == images.processor.token_id).sum()) for image in batch]
+    if len(features) != sum(places):
         raise ConfigError(
-            f"an image has {places} placeholder tokens, but the vision tower gives {len(features_FH)} features",
+            f"{len(batch)} images have {sum(places)} placeholder tokens, but the vision tower gives {len(features)} features",
             hint="the model's processor files do not belong to its weights (see image_seq_len in processor_config.json)",
         )
-    return features_FH.to(weight.dtype)
+    return {image.sha256: part for image, part in zip(batch, features.split(places), strict=True)}
 
 
 def embed(

@@ -242,19 +242,20 @@ class TransformersEngine:
         if not placed:
             return {"input_ids": tokens_B_T}
         assert self._images is not None, "only a store can have resolved the images of a request"
-        features = {image.sha256: self._features_of(image) for _, image in placed}
+        features = self._features_of([image for _, image in placed])
         flat = embed(
             self._model.get_input_embeddings(), tokens_B_T.flatten(), placed, features, self._images.processor.token_id
         )
         return {"inputs_embeds": flat.view(*tokens_B_T.shape, -1)}
 
-    def _features_of(self, image: ImageChunk) -> torch.Tensor:
+    def _features_of(self, images: Sequence[ImageChunk]) -> dict[str, torch.Tensor]:
         assert self._images is not None
-        if image.sha256 not in self._features:
-            self._features[image.sha256] = image_features(self._model, self._images, image)
-        self._features.move_to_end(image.sha256)
-        features = self._features[image.sha256]
-        if len(self._features) > _KEPT_IMAGES:
+        missing = [image for image in images if image.sha256 not in self._features]
+        self._features |= image_features(self._model, self._images, missing)
+        for image in images:
+            self._features.move_to_end(image.sha256)
+        features = {image.sha256: self._features[image.sha256] for image in images}
+        while len(self._features) > _KEPT_IMAGES:
             self._features.popitem(last=False)
         return features
 

@@ -109,8 +109,7 @@ class PackedModel:
     def _embedded(self, tokens_T: torch.Tensor, pack: Pack) -> torch.Tensor:
         """The pack's embeddings with its images' features, [T, H]; an image that is there several times is computed once."""
         assert self.images is not None, "only a store can have resolved the images of a pack"
-        distinct = {image.sha256: image for _, image in pack.images}
-        features = {sha256: image_features(self.model, self.images, image) for sha256, image in distinct.items()}
+        features = image_features(self.model, self.images, (image for _, image in pack.images))
         return embed(self.model.get_input_embeddings(), tokens_T, pack.images, features, self.images.processor.token_id)
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
