@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from opentinker.client.client import Client, Job
     from opentinker.client.messages import AdamParams
     from opentinker.client.submitted import SubmittedJob
+    from opentinker.config.algorithms import CISPOConfig as CISPO
+    from opentinker.config.algorithms import DAPOConfig as DAPO
+    from opentinker.config.algorithms import DrGRPOConfig as DrGRPO
+    from opentinker.config.algorithms import GRPOConfig as GRPO
+    from opentinker.config.algorithms import GSPOConfig as GSPO
+    from opentinker.config.algorithms import KLConfig, MismatchConfig, OverlongConfig
+    from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
+    from opentinker.config.algorithms import RLOOConfig as RLOO
     from opentinker.config.job import (
         EngineConfig,
         EvaluationConfig,
@@ -23,7 +31,6 @@ if TYPE_CHECKING:
         Scheduling,
         TrainerConfig,
     )
-    from opentinker.config.job import GRPOConfig as GRPO
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
     from opentinker.env.tasks import GeneratedTasks, ListTasks, TaskSource
@@ -35,6 +42,7 @@ _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
     "opentinker.client.messages": ("AdamParams",),
     "opentinker.client.submitted": ("SubmittedJob",),
+    "opentinker.config.algorithms": ("KLConfig", "MismatchConfig", "OverlongConfig"),
     "opentinker.config.job": (
         "EngineConfig",
         "EvaluationConfig",
@@ -56,14 +64,20 @@ _HOMES = {
     "opentinker.training.trainer": ("RLTrainer",),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
-_LAZY["GRPO"] = ("opentinker.config.job", "GRPOConfig")
+_ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "RLOO", "ReinforcePP")
+_LAZY |= {name: ("opentinker.config.algorithms", f"{name}Config") for name in _ALGORITHMS}
 
 __version__ = "0.1.0"
 __all__ = [
+    "CISPO",
+    "DAPO",
     "GRPO",
+    "GSPO",
+    "RLOO",
     "Action",
     "AdamParams",
     "Client",
+    "DrGRPO",
     "EngineConfig",
     "Environment",
     "EvaluationConfig",
@@ -73,12 +87,16 @@ __all__ = [
     "InteractiveJobConfig",
     "Job",
     "JobFailedError",
+    "KLConfig",
     "ListTasks",
     "LoraConfig",
     "Message",
+    "MismatchConfig",
     "OpenTinkerError",
+    "OverlongConfig",
     "RLJobConfig",
     "RLTrainer",
+    "ReinforcePP",
     "Resources",
     "RolloutConfig",
     "SamplingConfig",

@@ -88,11 +88,16 @@ class Launcher(Protocol):
 
     async def prestart(self, job: NextJob, keep_s: float) -> None:
         """Start the processes that a queued job's server will need, so that `launch` finds them; they end by themselves after
-        `keep_s`. Raises anything; nothing depends on it."""
+        `keep_s`.
+
+        Raises:
+            NoPrestartError: it never can.
+            Exception: of any kind; nothing depends on it.
+        """
         ...
 
     async def forget(self, job_id: str, node_id: str) -> None:
-        """End what `prestart` started on a node."""
+        """End what `prestart` started on a node. Raises: anything; they end by themselves, only later."""
         ...
 
     def is_here(self, node_id: str) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 import ray
 
+from opentinker.scheduler.warming import NoPrestartError
+
 RPC_S = 5.0
 
 
@@ -16,8 +18,20 @@ def prestart_process(address: str, runtime_env: Mapping[str, Any], keep_s: float
     ends after `keep_s` without one. Blocks, until the request was taken.
 
     Raises:
-        Exception: of many kinds, when this version of Ray does it in another way, or the raylet does not answer.
+        NoPrestartError: this version of Ray does it in another way.
+        Exception: of many kinds, when the raylet does not answer.
     """
+    try:
+        _ask(address, runtime_env, keep_s)
+    except (ImportError, AttributeError) as error:
+        raise NoPrestartError(f"{type(error).__name__}: {error}") from error
+    except Exception as error:
+        if _code(error) == "UNIMPLEMENTED":
+            raise NoPrestartError(f"its raylet does not know the request: {error}") from error
+        raise
+
+
+def _ask(address: str, runtime_env: Mapping[str, Any], keep_s: float) -> None:
     from google.protobuf import json_format
     from ray._private.grpc_utils import init_grpc_channel
     from ray._private.utils import get_runtime_env_info
@@ -37,3 +51,9 @@ def prestart_process(address: str, runtime_env: Mapping[str, Any], keep_s: float
         node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=RPC_S)
     finally:
         channel.close()
+
+
+def _code(error: Exception) -> str:
+    """The name of a gRPC error's status; empty for others."""
+    code = getattr(error, "code", None)
+    return str(getattr(code(), "name", "")) if callable(code) else ""

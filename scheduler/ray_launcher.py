@@ -127,8 +127,8 @@ class RayLauncher:
     async def forget(self, job_id: str, node_id: str) -> None:
         try:
             await on_node(node_id, end_idle, job_id, timeout_s=self._settings.placement_timeout_s)
-        except (NotPlacedError, TimeoutError, RayError) as error:  # they end by themselves
-            logger.info("event=not_forgotten job=%s node=%s error=%s", job_id, node_id, type(error).__name__)
+        except NotPlacedError:  # the node is gone, and they with it
+            return
 
     async def _known(self, server_id: str) -> _Parts:
         """What there is of a server, be it from an earlier life of the scheduler."""

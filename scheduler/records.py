@@ -59,6 +59,8 @@ class Policy:
     server_id: str
 
 
+STARTING = "starting"
+"""The kind of the event of a job that is given resources, and a server to come."""
 RESTARTING = "restarting"
 """The kind of the event of a job that goes back into the queue after it was lost; they are counted."""
 RETURNED = "returned"

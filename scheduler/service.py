@@ -22,6 +22,7 @@ from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.gpu_use import GpuUseReader
+from opentinker.scheduler.hosting import policy_of, released
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
 from opentinker.scheduler.model_registry import ModelRegistry
@@ -134,8 +135,8 @@ class SchedulerService:
         """
         job = await self._submissions.accept(owner, config, idempotency_key, code, may_name)
         if not job.state.ended:
-            self._reconciler.renew_lease(job.id)
-        self._reconciler.wake()
+            self._reconciler.clocks.renew_lease(job.id)
+        self._reconciler.journal.wake()
         return self._view(job)
 
     async def jobs(self, owner: str, query: JobQuery = FIRST_PAGE) -> dict[str, Any]:
@@ -163,7 +164,7 @@ class SchedulerService:
         clock = asyncio.get_running_loop().time
         deadline = clock() + min(wait_s, MAX_WAIT_S)
         while (job := self._owned(owner, job_id)).state == state and (left := deadline - clock()) > 0:
-            await self._reconciler.wait_change(left)
+            await self._reconciler.journal.wait_change(left)
         return self._view(job)
 
     async def events(self, owner: str, job_id: str) -> list[dict[str, Any]]:
@@ -176,7 +177,7 @@ class SchedulerService:
         if job.lease_expires_at is None:
             raise ConflictError(f"job {job_id} holds no lease: it runs on the cluster by itself")
         if not job.state.ended:
-            self._reconciler.renew_lease(job_id)
+            self._reconciler.clocks.renew_lease(job_id)
         return self._view(job)
 
     async def complete(self, owner: str, job_id: str) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class SchedulerService:
         job = self._owned(owner, job_id)
         if job.state.ended:
             return await self._end(owner, job, job.state)
-        self._reconciler.stop(job, self._by(job, by, "stopped"))
+        self._reconciler.moves.stop(job, self._by(job, by, "stopped"))
         return await self._settled(owner, job_id)
 
     def _by(self, job: Job, by: Caller | None, what: str) -> str:
@@ -273,7 +274,7 @@ class SchedulerService:
             use,
             self._reconciler.waiting_for,
             lambda job: all_seen or job.owner == owner,
-            self._reconciler.unhealthy(),
+            self._reconciler.servers.unhealthy(),
         )
 
     async def exposition(self) -> str:
@@ -296,7 +297,7 @@ class SchedulerService:
         """
         try:
             job = self._store.job(job_id)
-            policy = self._reconciler.policy_of(job_id)
+            policy = policy_of(self._store, job_id)
             # Once it was restarted, the earlier tokens still tell whose job it is: who holds one does not guess.
             known = self._store.policies(job_id) if owner is None else []
         except OpenTinkerError as error:
@@ -326,16 +327,16 @@ class SchedulerService:
         """Cancel all jobs and wait for their processes to be gone; whether they are."""
         self._submissions.closed = True
         for job in self._store.live_jobs():
-            self._reconciler.end(job, JobState.CANCELLED, "the cluster was stopped")
+            self._reconciler.moves.end(job, JobState.CANCELLED, "the cluster was stopped")
         clock = asyncio.get_running_loop().time
         deadline = clock() + SHUTDOWN_S
         while self._store.open_servers() and (left := deadline - clock()) > 0:
-            await self._reconciler.wait_change(left)
+            await self._reconciler.journal.wait_change(left)
         return not self._store.open_servers()
 
     async def _end(self, owner: str, job: Job, state: JobState, cause: str = "") -> dict[str, Any]:
         if job.state is not state:
-            self._reconciler.end(job, state, cause)
+            self._reconciler.moves.end(job, state, cause)
         return await self._settled(owner, job.id)
 
     async def _settled(self, owner: str, job_id: str) -> dict[str, Any]:
@@ -343,7 +344,7 @@ class SchedulerService:
         clock = asyncio.get_running_loop().time
         deadline = clock() + RELEASE_WAIT_S
         while not self._quiet(self._owned(owner, job_id)) and (left := deadline - clock()) > 0:
-            await self._reconciler.wait_change(left)
+            await self._reconciler.journal.wait_change(left)
         return self._view(self._owned(owner, job_id))
 
     def _secrets_of(self, job: Job) -> dict[str, tuple[str, str]]:
@@ -358,7 +359,7 @@ class SchedulerService:
 
     def _quiet(self, job: Job) -> bool:
         """Nobody writes to the job's files any more."""
-        return job.state.ended and self._reconciler.released(job.id)
+        return job.state.ended and released(self._store, job.id)
 
     def _hosts(self) -> dict[str, tuple[Server, Policy]]:
         """What serves each job now."""

@@ -12,6 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from opentinker.scheduler.database import WriterLock, connect, migrate, translated, writing
 from opentinker.scheduler.listing import FIRST_PAGE, LIVE, JobQuery
 from opentinker.scheduler.records import (
+    STARTING,
     ApiKey,
     AuditEvent,
     Event,
@@ -83,6 +84,10 @@ class JobStore(Protocol):
 
     def last_detail(self, job_id: str, kind: str) -> str:
         """The detail of a job's last event of this kind; empty if it has none."""
+        ...
+
+    def jobs_with_last_event(self, kind: str, among: Sequence[str]) -> list[str]:
+        """Jobs of whose events of these kinds the last one is of this kind."""
         ...
 
     def past_use(self, since: float) -> list[PastUse]:
@@ -216,7 +221,7 @@ class SqlStore:
             return [LiveJob(*row) for row in connection.execute(query)]
 
     def holding_since(self, job_id: str) -> float | None:
-        query = select(func.max(_events.c.at)).where(_events.c.job_id == job_id, _events.c.kind == "starting")
+        query = select(func.max(_events.c.at)).where(_events.c.job_id == job_id, _events.c.kind == STARTING)
         with translated(), self._engine.connect() as connection:
             at: float | None = connection.execute(query).scalar()
             return at
@@ -234,8 +239,14 @@ class SqlStore:
         with translated(), self._engine.connect() as connection:
             return str(connection.execute(query.order_by(_events.c.row.desc()).limit(1)).scalar() or "")
 
+    def jobs_with_last_event(self, kind: str, among: Sequence[str]) -> list[str]:
+        last = select(func.max(_events.c.row)).where(_events.c.kind.in_(among)).group_by(_events.c.job_id)
+        query = select(_events.c.job_id).where(_events.c.kind == kind, _events.c.row.in_(last)).order_by(_events.c.row)
+        with translated(), self._engine.connect() as connection:
+            return list(connection.execute(query).scalars())
+
     def past_use(self, since: float) -> list[PastUse]:
-        held = select(_events.c.job_id, func.min(_events.c.at).label("begin")).where(_events.c.kind == "starting")
+        held = select(_events.c.job_id, func.min(_events.c.at).label("begin")).where(_events.c.kind == STARTING)
         begin = held.group_by(_events.c.job_id).subquery()
         query = (
             select(_jobs.c.owner, _jobs.c.gpus, _jobs.c.cpu_slots, begin.c.begin, _jobs.c.ended_at)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from opentinker.checkpoints import parse_ref
 from opentinker.config.job import JobConfig, RLJobConfig, parse_job
@@ -34,7 +35,7 @@ from opentinker.storage import Storage
 
 MAX_CONFIG_BYTES = 256 * 2**10
 STORAGE_S = 60.0
-"""How long a submit may wait for the storage; others wait for this submit."""
+"""How long a submit may wait for the storage."""
 NAME_LENGTH = 200
 """What the store has room for."""
 
@@ -63,7 +64,8 @@ class Submissions:
         self._reconciler = reconciler
         self._gpu_use = gpu_use
         self._now = now
-        self._one_at_a_time = asyncio.Lock()
+        self._under_way: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """By owner and idempotency key, as long as anybody holds it."""
         self.closed = False
         """Nothing is accepted any more."""
 
@@ -76,60 +78,84 @@ class Submissions:
         may_name: str | None,
     ) -> Job:
         """The new job, or the one that the key stands for; see `SchedulerService.submit`."""
-        # One at a time, so that a retry that overtakes its first attempt still finds it.
-        async with self._one_at_a_time:
-            _check_size(config)
-            parsed = parse_job(config)
-            resolved = parsed.model_dump(mode="json")
-            if idempotency_key is not None:
-                earlier = self._store.job_by_key(owner, idempotency_key)
-                if earlier is not None:
-                    return _same(earlier, resolved, code)
-            await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
-            if parsed.start_from:
-                ref = parse_ref(parsed.start_from)
-                source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
-                # What the name means now is what it means for good, however often the server starts.
-                resolve = partial(resolve_start, ref, source, parsed, self._storage)
-                resolved["start_from"] = str(await self._storage_calls.run(resolve, STORAGE_S))
-            nodes = await self._launcher.nodes()
-            demand = demand_of(parsed.resources, nodes, self._reconciler.node_types)
-            await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use.read(nodes))
-            self._vault.check(owner, secrets_named(parsed).values())
-            check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
-            job_id = f"job-{secrets.token_hex(5)}"
-            run_dir = self._settings.run_root / owner / job_id
-            uploaded = self._storage if code else None
-            prepare, undo = partial(_prepare, run_dir, code, self._storage, parsed), partial(_discard, run_dir, uploaded)
-            await self._storage_calls.run(prepare, STORAGE_S, undo)
-            if self.closed:
-                await self._drop(run_dir, uploaded)
-                raise ConflictError("the cluster is being stopped")
-            now = self._now()
-            job = Job(
-                id=job_id,
-                owner=owner,
-                name=(parsed.name or parsed.default_name())[:NAME_LENGTH],
-                kind=parsed.kind,
-                state=JobState.QUEUED,
-                config=resolved,
-                run_dir=str(run_dir),
-                gpus=demand.gpus,
-                cpu_slots=demand.cpu_slots,
-                created_at=now,
-                lease_expires_at=now + self._settings.lease_s if parsed.leased else None,
-                idempotency_key=idempotency_key,
-                code_sha256=code["sha256"].lower() if code else None,
-            )
-            try:
-                accepted = self._store.accept(job, Event(job_id, now, "submitted"))
-            except Exception:
-                await self._drop(run_dir, uploaded)
-                raise
-            if accepted.id != job_id:  # another scheduler's answer to the same request
-                await self._drop(run_dir, uploaded)
-                return _same(accepted, resolved, code)
-            return job
+        if idempotency_key is None:
+            return await self._accept(owner, config, None, code, may_name)
+        # A retry that overtakes its first attempt waits for it and finds it. Nobody else waits: it may be uploading.
+        async with self._under_way.setdefault((owner, idempotency_key), asyncio.Lock()):
+            return await self._accept(owner, config, idempotency_key, code, may_name)
+
+    async def _accept(
+        self,
+        owner: str,
+        config: dict[str, Any],
+        idempotency_key: str | None,
+        code: dict[str, str] | None,
+        may_name: str | None,
+    ) -> Job:
+        _check_size(config)
+        parsed = parse_job(config)
+        resolved = parsed.model_dump(mode="json")
+        if idempotency_key is not None:
+            earlier = self._store.job_by_key(owner, idempotency_key)
+            if earlier is not None:
+                return _same(earlier, resolved, code)
+        await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
+        if parsed.start_from:
+            ref = parse_ref(parsed.start_from)
+            source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
+            # What the name means now is what it means for good, however often the server starts.
+            resolve = partial(resolve_start, ref, source, parsed, self._storage)
+            asked = asyncio.to_thread(resolve) if self._storage is None else self._storage_calls.run(resolve, STORAGE_S)
+            resolved["start_from"] = str(await asked)
+        nodes = await self._launcher.nodes()
+        demand = demand_of(parsed.resources, nodes, self._reconciler.node_types)
+        await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use.read(nodes))
+        self._vault.check(owner, secrets_named(parsed).values())
+        check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
+        job_id = f"job-{secrets.token_hex(5)}"
+        run_dir = self._settings.run_root / owner / job_id
+        uploaded = self._storage if code else None
+        await self._prepare(run_dir, code, uploaded, parsed)
+        if self.closed:
+            await self._drop(run_dir, uploaded)
+            raise ConflictError("the cluster is being stopped")
+        now = self._now()
+        job = Job(
+            id=job_id,
+            owner=owner,
+            name=(parsed.name or parsed.default_name())[:NAME_LENGTH],
+            kind=parsed.kind,
+            state=JobState.QUEUED,
+            config=resolved,
+            run_dir=str(run_dir),
+            gpus=demand.gpus,
+            cpu_slots=demand.cpu_slots,
+            created_at=now,
+            lease_expires_at=now + self._settings.lease_s if parsed.leased else None,
+            idempotency_key=idempotency_key,
+            code_sha256=code["sha256"].lower() if code else None,
+        )
+        try:
+            accepted = self._store.accept(job, Event(job_id, now, "submitted"))
+        except Exception:
+            await self._drop(run_dir, uploaded)
+            raise
+        if accepted.id != job_id:  # another scheduler's answer to the same request
+            await self._drop(run_dir, uploaded)
+            return _same(accepted, resolved, code)
+        return job
+
+    async def _prepare(self, run_dir: Path, code: dict[str, str] | None, uploaded: Storage | None, config: JobConfig) -> None:
+        """Make the job's folder, and upload what `uploaded` is to have of it: that alone waits for the storage."""
+        await _finished(partial(_make_folder, run_dir, code, config), partial(_discard, run_dir, None))
+        if uploaded is None:
+            return
+        upload, undo = partial(_upload, run_dir, uploaded), partial(_discard, run_dir, uploaded)
+        try:  # for a driver on another node
+            await self._storage_calls.run(upload, STORAGE_S, undo)
+        except BaseException:  # an upload that is still at it fails over this, and cleans up
+            await self._drop(run_dir, None)
+            raise
 
     async def _drop(self, run_dir: Path, uploaded: Storage | None) -> None:
         """Leave nothing of a job that was not accepted; what `uploaded` has of it goes when the storage gets to it."""
@@ -164,7 +190,18 @@ def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> 
     return earlier
 
 
-def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None, config: JobConfig) -> None:
+async def _finished(work: Callable[[], None], undo: Callable[[], None]) -> None:
+    """Run local `work` in a thread. If nobody waits any more when it is done, `undo` is run after it."""
+    working = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        loop = asyncio.get_running_loop()
+        working.add_done_callback(lambda done: done.cancelled() or done.exception() or loop.run_in_executor(None, undo))
+        raise
+
+
+def _make_folder(run_dir: Path, code: dict[str, str] | None, config: JobConfig) -> None:
     """Make the job's folder, with its code in it. Nothing is left of it when the code is refused, or what it requires."""
     content = decode_zip(code["zip"], code["sha256"]) if code else None
     try:
@@ -178,17 +215,20 @@ def _prepare(run_dir: Path, code: dict[str, str] | None, storage: Storage | None
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise
-    if content is not None and storage is not None:  # for a driver on another node
-        try:
-            storage.put_folder(run_dir / "code")
-        except BaseException:
-            with suppress(UnavailableError):
-                _discard(run_dir, storage)
-            raise
+
+
+def _upload(run_dir: Path, storage: Storage) -> None:
+    """Copy the job's code to the storage. Nothing is left of the job when that fails."""
+    try:
+        storage.put_folder(run_dir / "code")
+    except BaseException:
+        with suppress(UnavailableError):
+            _discard(run_dir, storage)
+        raise
 
 
 def _discard(run_dir: Path, storage: Storage | None) -> None:
-    """Remove what `_prepare` made for a job that was not accepted; `storage` has its code."""
+    """Remove what was made for a job that was not accepted; `storage` has its code."""
     shutil.rmtree(run_dir, ignore_errors=True)
     if storage is not None:
         storage.remove_folder(run_dir)

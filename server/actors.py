@@ -62,6 +62,7 @@ class WorkerProcess:
 
         Raises:
             UnknownModelError, EngineError: the model cannot be loaded.
+            UnavailableError: it could not be brought here; another time or node may do better.
             DeadlineError: it is not loaded after `timeout_s`.
         """
         with self._starting:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.config.base import nearest
-from opentinker.errors import UnknownModelError
+from opentinker.errors import OpenTinkerError, UnavailableError, UnknownModelError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 HUB = "hub:"
 """Before a hub id, which is downloaded; only the scheduler, whose settings register such models, gives one."""
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_REFUSALS = (401, 403, 404)
+"""What the hub answers for a model that does not exist, or not for whoever asks."""
 _CONFIGS_WITH_EOS = ("generation_config.json", "config.json")
 
 
@@ -95,7 +97,8 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
     opentinker/models in $XDG_CACHE_HOME, or in ~/.cache where that is not set); any number of processes may do so at once.
 
     Raises:
-        UnknownModelError: see `check_model`; or the cache cannot be written, or a download fails.
+        UnknownModelError: see `check_model`; or the hub has no such model for this node.
+        UnavailableError: the cache cannot be written, or a download fails: another time or another node may do better.
     """
     if name.startswith(HUB):
         return _download(name.removeprefix(HUB))
@@ -113,7 +116,10 @@ def resolve_model(name: str, cache_dir: Path | None = None) -> Path:
                 _convert_gguf(known.find(name), converted)
                 _move_into_place(converted, target)
         except OSError as error:
-            raise UnknownModelError(f"cannot write '{name}' into the model cache {cache}: {error}") from error
+            raise UnavailableError(
+                f"cannot write '{name}' into the model cache {cache}: {error}",
+                hint="is there room, and may this node write there?",
+            ) from error
     return target
 
 
@@ -125,17 +131,28 @@ def _cached(name: str, cache_dir: Path | None = None) -> Path:
 
 def _download(hub_id: str) -> Path:
     """The files of a model of the hub; those that are here already are not asked for again."""
-    import httpx
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise UnknownModelError(
-            f"cannot download '{hub_id}' from the model hub: {why}",
-            hint="has this node a network? Files that are copied to every node can be registered by their directory",
-        ) from error
+    except Exception as error:  # of the hub's client, of its HTTP client, of the disk
+        raise _download_error(hub_id, error) from error
+
+
+def _download_error(hub_id: str, error: Exception) -> OpenTinkerError:
+    from huggingface_hub import errors
+
+    why = " ".join(str(error).split())[:300] or type(error).__name__
+    answers = [e for e in (error, error.__cause__) if isinstance(e, errors.HfHubHTTPError)]
+    if isinstance(error, errors.HFValidationError) or any(e.response.status_code in _REFUSALS for e in answers):
+        return UnknownModelError(
+            f"the model hub has no '{hub_id}' for this node: {why}",
+            hint="is the id right? A private or gated model needs a token with access to it, in HF_TOKEN on every node",
+        )
+    return UnavailableError(
+        f"cannot download '{hub_id}' from the model hub: {why}",
+        hint="has this node a network, and room? Files that are copied to every node can be registered by their directory",
+    )
 
 
 def _user_cache() -> Path:

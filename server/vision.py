@@ -78,7 +78,7 @@ def _batch_features(model: Any, images: ImageStore, batch: Sequence[ImageChunk])
             f"{len(batch)} images have {sum(places)} placeholder tokens, but the vision tower gives {len(features)} features",
             hint="the model's processor files do not belong to its weights (see image_seq_len in processor_config.json)",
         )
-    return {image.sha256: part for image, part in zip(batch, features.split(places), strict=True)}
+    return {image.sha256: part for image, part in zip(batch, torch.split(features, places), strict=True)}
 
 
 def embed(

@@ -1,7 +1,5 @@
 """`opentinker cancel`: end jobs."""
 
-import typer
-
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
     JobsArgument,
@@ -11,11 +9,10 @@ from opentinker.cli.common import (
     UrlOption,
     connected,
     out,
-    print_error,
     print_json,
     without_token,
 )
-from opentinker.errors import OpenTinkerError
+from opentinker.cli.each_job import for_each_job
 
 
 def cancel(
@@ -29,15 +26,10 @@ def cancel(
 
     Exits with 1 if any could not be cancelled; the others are.
     """
-    failed = False
     with connected(url, key, state_dir) as client:
-        for job_id in job_ids:
-            try:
-                job = client.cancel(job_id)
-            except OpenTinkerError as error:
-                print_error(error)
-                failed = True
-                continue
+
+        def end(job_id: str) -> None:
+            job = client.cancel(job_id)
             print_json(without_token(job)) if as_json else out.print(f"{job['id']} {job['state']}")
-    if failed:
-        raise typer.Exit(1)
+
+        for_each_job(job_ids, end)

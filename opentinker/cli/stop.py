@@ -1,6 +1,6 @@
 """`opentinker stop`: end jobs with a checkpoint."""
 
-import typer
+from typing import Any
 
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
@@ -12,13 +12,13 @@ from opentinker.cli.common import (
     connected,
     err,
     out,
-    print_error,
     print_json,
     without_token,
 )
-from opentinker.client.scheduler import ENDED
+from opentinker.cli.each_job import for_each_job
+from opentinker.client.scheduler import ENDED, SchedulerClient
 from opentinker.client.submitted import stop_failure
-from opentinker.errors import CheckpointError, OpenTinkerError
+from opentinker.errors import CheckpointError
 
 
 def stop(
@@ -34,26 +34,28 @@ def stop(
 
     Exits with 1 if a checkpoint could not be written, or a job has FAILED or could not be stopped.
     """
-    failed = False
     with connected(url, key, state_dir) as client:
-        for job_id in job_ids:
-            try:
-                job = client.stop(job_id)
-                if job["state"] not in ENDED:
-                    err.print(f"{job_id} writes its checkpoint")
-                while job["state"] not in ENDED:
-                    job = client.job(job_id, wait_s=20.0, state=job["state"])
-            except OpenTinkerError as error:
-                print_error(error)
-                failed = True
-                continue
-            if why := stop_failure(job):
-                hint = f"`opentinker checkpoints {job_id}` lists what it saved before"
-                print_error(CheckpointError(why, hint=hint))
-                failed = True
+
+        def end(job_id: str) -> None:
+            job = _stopped(client, job_id)
+            why = stop_failure(job)
             if as_json:
                 print_json(without_token(job))
             elif not why:
-                out.print(f"{job['id']} {job['state']}{': ' if job['cause'] else ''}{job['cause']}", soft_wrap=True)
-    if failed:
-        raise typer.Exit(1)
+                out.print(
+                    f"{job['id']} {job['state']}{': ' if job['cause'] else ''}{job['cause']}", soft_wrap=True, markup=False
+                )
+            if why:
+                raise CheckpointError(why, hint=f"`opentinker checkpoints {job_id}` lists what it saved before")
+
+        for_each_job(job_ids, end)
+
+
+def _stopped(client: SchedulerClient, job_id: str) -> dict[str, Any]:
+    """The job, once its checkpoint is written and it has ended."""
+    job = client.stop(job_id)
+    if job["state"] not in ENDED:
+        err.print(f"{job_id} writes its checkpoint")
+    while job["state"] not in ENDED:
+        job = client.job(job_id, wait_s=20.0, state=job["state"])
+    return job

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from opentinker.errors import InvalidRequestError
 
@@ -20,7 +20,7 @@ StopString = Annotated[str, Field(min_length=1)]
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
-FLOAT_ARRAYS = ("weights", "advantages", "behaviour_logprobs", "proximal_logprobs")
+FLOAT_ARRAYS = ("weights", "advantages", "behaviour_logprobs", "proximal_logprobs", "reference_logprobs")
 """Optional named arrays of a datum, float32[T], aligned to `targets`."""
 TokenScore = Literal["logprobs", "reference_logprobs", "entropy", "values"]
 """What `forward` can compute of each weighted target:
@@ -349,15 +349,41 @@ class LossConfig(WireModel):
     """A loss by name. All are sums over tokens of weight * loss, times the factor that the caller gives.
 
     - `cross_entropy`: -logprob.
-    - `importance_sampling`: -ratio * advantage, ratio = exp(logprob - behaviour_logprob).
+    - `importance_sampling`: -ratio * advantage, ratio = exp(logprob - anchor's logprob).
     - `ppo`: the clipped surrogate (Schulman et al., 2017, eq. 7) with separate lower and upper clip.
+    - `gspo`: the same with the geometric mean of a sequence's ratios at each of its tokens (Zheng et al., 2025, eq. 5).
+    - `cispo`: -clip(ratio) * advantage * logprob, the clipped ratio without a gradient (MiniMax-M1, 2025, eq. 4).
+
+    A sequence is a datum.
     """
 
-    name: Literal["cross_entropy", "importance_sampling", "ppo"]
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    name: Literal["cross_entropy", "importance_sampling", "ppo", "gspo", "cispo"]
+    clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     clip_high: Annotated[float, Field(gt=0.0)] = 0.2
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Logits are divided by it, so that logprobs are those of the sampling distribution."""
+    anchor: Literal["behaviour", "proximal", "current"] = "behaviour"
+    """Whose logprobs the ratio is against: the engine's that sampled (`behaviour_logprobs`), the trainer's before the update
+    (`proximal_logprobs`), or the trainer's of this very pass, which makes every ratio 1."""
+    truncate: Annotated[float, Field(gt=0.0)] | None = None
+    """Weight each token with min(exp(anchor - behaviour), this), for the difference between trainer and engine (truncated
+    importance sampling; Yao et al., 2025). Not with anchor 'behaviour'."""
+    mask_sequences: tuple[float, float] | None = None
+    """Leave out sequences whose mean of (anchor - behaviour) is outside [log low, log high]. Not with anchor 'behaviour'."""
+    kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Adds this times an estimate of KL(policy || reference); needs `reference_logprobs`."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of Schulman (2020): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = logprob - reference_logprob."""
+    entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Subtracts this times the entropy of the policy's distribution at each token."""
+
+    @model_validator(mode="after")
+    def _correction_needs_anchor(self) -> "LossConfig":
+        if self.anchor == "behaviour" and (self.truncate is not None or self.mask_sequences is not None):
+            raise ValueError(
+                "truncate and mask_sequences compare the anchor with the engine: take anchor 'proximal' or 'current'"
+            )
+        return self
 
 
 class Minibatch(WireModel):

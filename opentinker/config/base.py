@@ -38,6 +38,23 @@ def models_of(annotation: Any) -> list[type[BaseModel]]:
     return found
 
 
+def _without_tags(model: type[BaseModel], path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A field's path without what pydantic puts into it to say which member of a union was meant."""
+    kept: list[Any] = []
+    models = [model]
+    tagged = False
+    for part in path:
+        fields = [m.model_fields[part] for m in models if isinstance(part, str) and part in m.model_fields]
+        if not fields and tagged and part in {m.model_fields["kind"].default for m in models if "kind" in m.model_fields}:
+            models = [m for m in models if m.model_fields["kind"].default == part]
+            tagged = False
+            continue
+        kept.append(part)
+        models = [child for field in fields for child in models_of(field.annotation)] or models
+        tagged = len(models) > 1
+    return tuple(kept)
+
+
 def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> set[str]:
     models = [model]
     for part in path:
@@ -81,9 +98,13 @@ def parse_config(model: type[C], values: Mapping[str, Any]) -> C:
     except ValidationError as error:
         lines, hints = [], []
         for item in error.errors():
-            path = tuple(item["loc"])
+            path = _without_tags(model, tuple(item["loc"]))
             where = ".".join(str(part) for part in path) or "config"
-            if item["type"] == "extra_forbidden":
+            if item["type"] == "union_tag_invalid":
+                tag, known = item["ctx"]["tag"], item["ctx"]["expected_tags"].replace("'", "").split(", ")
+                lines.append(f"{where}.kind: there is no '{tag}'")
+                hints.append(nearest(tag, known))
+            elif item["type"] == "extra_forbidden":
                 lines.append(f"unknown key '{where}'")
                 hints.append(_suggestion(model, path))
             else:

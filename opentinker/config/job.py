@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from opentinker.client.messages import AdamParams, StopString
+from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.requirements import MAX_REQUIREMENTS, check_requirements, check_secrets
 from opentinker.errors import ConfigError
@@ -178,30 +179,6 @@ class RolloutConfig(Config):
     """How often an episode that ended in an error is run anew before its member is dropped from the group."""
 
 
-class GRPOConfig(Config):
-    """Group relative policy optimization (Shao et al., 2024)."""
-
-    kind: Literal["grpo"] = "grpo"
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Episodes per task, compared with each other."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation (eq. 3 of the paper); False gives Dr. GRPO's mean-only baseline."""
-    loss: Literal["ppo", "importance_sampling"] = "ppo"
-    """'ppo' clips the probability ratio, 'importance_sampling' does not."""
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    """Ratios below 1 - clip_low stop pushing (ppo)."""
-    clip_high: Annotated[float, Field(gt=0.0)] = 0.2
-    """Ratios above 1 + clip_high stop pushing (ppo)."""
-    minibatches: Count = 1
-    """Optimizer steps per rollout batch; groups are dealt over them."""
-    epochs: Count = 1
-    """Passes over each rollout batch."""
-
-
-AlgorithmConfig = Annotated[GRPOConfig, Field()]
-"""Becomes a union discriminated by `kind` with the second algorithm."""
-
-
 class TasksConfig(Config):
     """Tasks from a file or a dataset, for any environment."""
 
@@ -259,6 +236,42 @@ class EvaluationConfig(Config):
     """Episodes per held-out task."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Divides the logits, in sampling and in the loss alike."""
+    pass_at: tuple[Count, ...] = ()
+    """Report pass@k for these k: the chance that one of k episodes of a task is exact (reports `exact` of 1, or without that
+    metric earns 1 or more), estimated from `samples_per_task` without bias (Chen et al., 2021, eq. 1)."""
+    metric: str = "exact"
+    """What `keep_best` and `training.stop` look at: `reward`, `exact`, `pass@4`, or a metric that the environment reports."""
+    keep_best: bool = False
+    """Save the checkpoint `best` whenever an evaluation is better than all before it."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> "EvaluationConfig":
+        if self.pass_at and max(self.pass_at) > self.samples_per_task:
+            raise ValueError(
+                f"pass_at {max(self.pass_at)} needs samples_per_task of at least that, not {self.samples_per_task}"
+            )
+        if self.metric.startswith("pass@") and self.metric not in [f"pass@{k}" for k in self.pass_at]:
+            raise ValueError(f"metric {self.metric} needs {self.metric.removeprefix('pass@')} in pass_at")
+        return self
+
+
+class StopConfig(Config):
+    """When a run has learnt all it will, or breaks. It is saved first, as checkpoint `stopped-early`."""
+
+    plateau: Count | None = None
+    """End after this many evaluations in a row without a new best."""
+    falls: Count | None = None
+    """Act after this many evaluations in a row, each worse than the one before."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = None
+    """Act when a step's gradient norm, before clipping, is larger."""
+    max_mismatch_kl: Annotated[float, Field(gt=0.0)] | None = None
+    """Act when engine and trainer are further apart."""
+    max_reference_kl: Annotated[float, Field(gt=0.0)] | None = None
+    """Act when the policy is further from its reference; needs algorithm.kl with place 'loss'."""
+    action: Literal["stop", "reduce"] = "stop"
+    """'stop' ends the run, COMPLETED; 'reduce' multiplies the learning rate with `factor`, and stops at the third time."""
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3
+    """Of action 'reduce'."""
 
 
 class RLTrainingConfig(Config):
@@ -275,6 +288,7 @@ class RLTrainingConfig(Config):
     """'linear' lets the learning rate fall after the warm-up, to reach 0 one step after the last; steadier endings."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Checkpoint every this many steps; the last step is always saved under 'final'."""
+    stop: StopConfig = StopConfig()
     transcripts_per_step: Annotated[int, Field(ge=0)] = 2
     """Sample episodes written to the run's transcripts."""
 

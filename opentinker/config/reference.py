@@ -22,7 +22,7 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         return f"tuple[{', '.join('...' if part is ... else _type_name(part) for part in get_args(annotation))}]"
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    for noise in ("typing.", "opentinker.config.job.", "opentinker.client.messages."):
+    for noise in ("typing.", "opentinker.config.job.", "opentinker.config.algorithms.", "opentinker.client.messages."):
         text = text.replace(noise, "")
     return "".join(text.split("Annotated[")[-1].split(", FieldInfo")[:1])
 

@@ -6,8 +6,10 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from opentinker.config.base import nearest
 from opentinker.env.environment import Environment
@@ -27,6 +29,25 @@ def load_environment(name: str | type[Environment], base_dir: Path | None = None
             Environment.
     """
     return _checked(_named(name, base_dir) if isinstance(name, str) else name, str(name))
+
+
+def load_function(name: str, base_dir: Path | None = None) -> Callable[..., Any]:
+    """The function that `path/to/file.py:function` names.
+
+    Raises:
+        EnvironmentLoadError: the file or the function is missing, or the import fails.
+    """
+    path, colon, attribute = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise EnvironmentLoadError(f"'{name}' names no function", hint="name it path/to/file.py:function")
+    file = ((base_dir or Path()) / Path(path).expanduser()).resolve()
+    if not file.is_file():
+        raise EnvironmentLoadError(f"the file {file} does not exist", hint="name it path/to/file.py:function")
+    found = getattr(_import(file), attribute, None)
+    if not callable(found):
+        raise EnvironmentLoadError(f"{file} has no function '{attribute}'")
+    function: Callable[..., Any] = found
+    return function
 
 
 def _named(name: str, base_dir: Path | None) -> object:

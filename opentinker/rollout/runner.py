@@ -54,8 +54,17 @@ class RolloutRunner:
         self._run_seed = run_seed
         self._upload = upload
 
-    async def run(self, tasks: Sequence[Any], group_size: int, step: int, on_episode: OnEpisode | None = None) -> list[Group]:
-        """One group of `group_size` episodes per task, in the order of the tasks.
+    async def run(
+        self,
+        tasks: Sequence[Any],
+        group_size: int,
+        step: int,
+        on_episode: OnEpisode | None = None,
+        *,
+        first_index: int = 0,
+    ) -> list[Group]:
+        """One group of `group_size` episodes per task, in the order of the tasks. Their indices count from `first_index`, so
+        that tasks drawn later for the same step get other seeds.
 
         An episode that ends in an error is run anew, up to `member_retries` times, and then missing from its group; the others
         do not wait for it. `on_episode` sees every finished episode, failed ones too, as it ends. However this returns, no
@@ -64,7 +73,7 @@ class RolloutRunner:
         Raises:
             OpenTinkerError: the policy's server refuses or is lost.
         """
-        groups = [Group(task, index) for index, task in enumerate(tasks)]
+        groups = [Group(task, index) for index, task in enumerate(tasks, first_index)]
         with UserThreads() as threads:
             slots = asyncio.Semaphore(self._config.max_concurrent_episodes)
             batch = _Batch(step, uuid.uuid4().hex[:16], threads, slots, on_episode)

@@ -114,8 +114,8 @@ class Trajectory:
     def actions(self) -> int:
         return sum(r.kind is RunKind.ACTION for r in self.runs)
 
-    def to_datum(self, advantage: float) -> Datum:
-        """The trajectory as pre-shifted training data with one advantage for all its actions."""
+    def to_datum(self) -> Datum:
+        """The trajectory as pre-shifted training data; advantages are still to come."""
         chunks = self.chunks
         while isinstance(chunks[-1], ImageChunk):
             chunks = chunks[:-1]  # nobody acted on it, and an image is never cut
@@ -127,7 +127,6 @@ class Trajectory:
             targets=tokens[1:],
             arrays={
                 "weights": weights,
-                "advantages": weights * np.float32(advantage),
                 "behaviour_logprobs": self.behaviour_logprobs[1 : len(tokens)],
             },
         )

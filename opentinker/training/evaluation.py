@@ -1,7 +1,8 @@
 """Evaluation: episodes of held-out tasks through the training's own runner, without a loss."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import comb
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +45,11 @@ class EvaluationResult:
     tasks: int
     episodes: int
     errors: int
+    pass_at: dict[int, Estimate] = field(default_factory=dict)
+    """pass@k by k; only of tasks with at least k usable episodes."""
 
 
-def summarize_groups(groups: Sequence[Group], *, seed: int = 0) -> EvaluationResult | None:
+def summarize_groups(groups: Sequence[Group], *, seed: int = 0, pass_at: Sequence[int] = ()) -> EvaluationResult | None:
     """Estimates of the reward and of every metric that the environment reports; None if the policy acted in no usable episode.
 
     An episode that was cut before the environment could report a metric counts as 0 in `exact` and not at all in others.
@@ -62,7 +65,28 @@ def summarize_groups(groups: Sequence[Group], *, seed: int = 0) -> EvaluationRes
         tasks=len(usable),
         episodes=sum(len(episodes) for episodes in usable),
         errors=sum(len(g.failures) for g in groups),
+        pass_at={
+            k: bootstrap(per_task, seed=seed)
+            for k in pass_at
+            if (per_task := [pass_at_k(len(e), sum(map(_solved, e)), k) for e in usable if len(e) >= k])
+        },
     )
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The chance that at least one of k samples is correct, estimated from `samples` of which `correct` are, without bias:
+    1 - C(n - c, k) / C(n, k) (Chen et al., 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
+
+    Raises:
+        ValueError: there are fewer than k samples.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs at least {k} samples, not {samples}")
+    return 1.0 - comb(samples - correct, k) / comb(samples, k)
+
+
+def _solved(episode: Episode) -> bool:
+    return episode.metrics["exact"] >= 1 if "exact" in episode.metrics else episode.reward >= 1
 
 
 def metric_of(episode: Episode, name: str) -> float | None:

@@ -9,10 +9,18 @@ from typing import Any
 import numpy as np
 
 from opentinker.rollout.types import Episode, Group
-from opentinker.training.data import Batch
+from opentinker.training.batch import Batch
 from opentinker.training.evaluation import EvaluationResult, metric_of
 
 Row = dict[str, Any]
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_OPTIONAL_MEANS = {
+    "entropy_mean": "entropy_sum",
+    "reference_kl_mean": "reference_kl_sum",
+    "truncated_fraction": "truncated_sum",
+    "masked_fraction": "masked_sum",
+}
+"""Means over trained tokens of what the server sums up where the loss needs it, by their names in a row."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,17 @@ class Timing:
 
 
 def step_row(
-    step: int, groups: Sequence[Group], batch: Batch, trained: Mapping[str, Any] | None, timing: Timing, *, learning_rate: float
+    step: int,
+    groups: Sequence[Group],
+    batch: Batch,
+    trained: Mapping[str, Any] | None,
+    timing: Timing,
+    *,
+    learning_rate: float,
+    task_position: int,
 ) -> Row:
-    """The row of one training step. `trained` is the server's answer to `train_step`; None when there was nothing to train."""
+    """The row of one training step. `trained` is the server's answer to `train_step`; None when there was nothing to train.
+    `task_position` is where the next step draws its tasks."""
     episodes = [e for g in groups for e in g.episodes]
     usable = [e for e in episodes if e.termination.trains]
     failures = [e for g in groups for e in g.failures]
@@ -39,12 +55,14 @@ def step_row(
         "step": step,
         "reward_mean": float(np.mean(rewards)) if rewards else None,
         "reward_std": float(np.std(rewards)) if rewards else None,
+        "reward_quantiles": [float(q) for q in np.quantile(rewards, QUANTILES)] if rewards else None,
         "exact": None,
         "env": _environment_means(usable),
         "reward_components": _component_means(usable),
         "groups": len(groups),
         "episodes": len(episodes),
         "zero_variance_groups": batch.zero_variance_groups,
+        "task_position": task_position,
         "terminations": dict(Counter(str(e.termination) for e in [*episodes, *failures])),
         "errors": len(failures),
         "dropped": sum(g.dropped for g in groups),
@@ -83,6 +101,8 @@ def evaluation_row(step: int, result: EvaluationResult, groups: Sequence[Group],
         "exact_ci": None if exact is None else exact.half_width,
         "env": {name: estimate.mean for name, estimate in result.metrics.items()},
         "reward_components": _component_means([e for g in groups for e in g.episodes if e.termination.trains]),
+        "pass_at": {str(k): estimate.mean for k, estimate in result.pass_at.items()},
+        "pass_at_ci": {str(k): estimate.half_width for k, estimate in result.pass_at.items()},
         "tasks": result.tasks,
         "episodes": result.episodes,
         "errors": result.errors,
@@ -109,7 +129,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "reward_before": before["reward_mean"] if before else rewarded[0]["reward_mean"] if rewarded else None,
         "reward_after": after["reward_mean"] if after else rewarded[-1]["reward_mean"] if rewarded else None,
         "steps": len(steps),
-        "tokens_sampled": sum(r["tokens_sampled"] for r in rows),
+        "stopped": next((r["reason"] for r in rows if r["kind"] == "stopping" and r["action"] == "stopped"), None),
+        "tokens_sampled": sum(r["tokens_sampled"] for r in [*steps, *evaluations]),
         "mismatch_kl_mean": _mean(mismatch),
     }
 
@@ -150,7 +171,7 @@ def _training_metrics(trained: Mapping[str, Any] | None) -> Row:
     """What the server measured. The mismatch between engine and trainer is the first optimizer step's: later ones also see
     the policy move."""
     if trained is None:
-        names = ("version", "loss", "grad_norm", "mismatch_kl_mean", "ratio_max", "clip_fraction")
+        names = ("version", "loss", "grad_norm", "mismatch_kl_mean", "ratio_max", "clip_fraction", *_OPTIONAL_MEANS)
         return dict.fromkeys(names)
     parts = trained["minibatches"]
     metrics = [part["metrics"] for part in parts]
@@ -162,4 +183,8 @@ def _training_metrics(trained: Mapping[str, Any] | None) -> Row:
         "mismatch_kl_mean": metrics[0]["mismatch_kl_sum"] / metrics[0]["tokens"],
         "ratio_max": max(m["ratio_max"] for m in metrics),
         "clip_fraction": sum(m.get("clipped_sum", 0.0) for m in metrics) / tokens,
+        **{
+            name: sum(m[total] for m in metrics) / tokens if total in metrics[0] else None
+            for name, total in _OPTIONAL_MEANS.items()
+        },
     }

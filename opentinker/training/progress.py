@@ -38,7 +38,8 @@ def evaluation_line(row: Mapping[str, Any]) -> str:
     name, value, half_width = (
         ("reward", row["reward_mean"], row["reward_ci"]) if row["exact"] is None else ("exact", row["exact"], row["exact_ci"])
     )
-    return f"held-out {name} {_number(value)} ±{half_width:.3f} after {row['step']} steps ({row['tasks']} tasks)"
+    passed = "".join(f", pass@{k} {value:.3f}" for k, value in row.get("pass_at", {}).items())
+    return f"held-out {name} {_number(value)} ±{half_width:.3f}{passed} after {row['step']} steps ({row['tasks']} tasks)"
 
 
 class Progress:
@@ -107,6 +108,8 @@ def row_line(row: Mapping[str, Any], total_steps: int) -> str:
     match row["kind"]:
         case "evaluation":
             return evaluation_line(row)
+        case "stopping":
+            return f"{row['reason']}: {row['action']}"
         case "resumed":
             return f"resumed after step {row['step']}" if row["step"] >= 0 else "started anew"
         case _:

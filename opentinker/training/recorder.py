@@ -3,15 +3,17 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from opentinker.errors import ConfigError
+from opentinker.images import Image
 from opentinker.training.metrics import Row, finite, summarize
 from opentinker.training.report import render_report
+from opentinker.training.transcripts import image_file
 
 Listener = Callable[[Row], None]
 
@@ -60,7 +62,13 @@ class Recorder:
         for listener in self._listeners:
             listener(row)
 
-    def transcript(self, row: dict[str, Any]) -> None:
+    def transcript(self, row: dict[str, Any], images: Sequence[Image] = ()) -> None:
+        """A sample episode; its images get files of their own."""
+        for image in images:
+            path = self.folder / image_file(image)
+            path.parent.mkdir(exist_ok=True)
+            if not path.exists():
+                path.write_bytes(image.data)
         self._transcripts.append(row)
         self._append("transcripts.jsonl", row)
 
@@ -75,7 +83,7 @@ class Recorder:
             "run_dir": str(self.folder.resolve()),
         }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        report.write_text(render_report(self._config, self.rows, self._transcripts, summary))
+        report.write_text(render_report(self._config, self.rows, self._transcripts, summary, self.folder))
         return summary
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:

@@ -1,8 +1,10 @@
 """report.html: a run on one self-contained page (no script, no external asset)."""
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,6 +15,8 @@ Row = Mapping[str, Any]
 
 MESSAGES_SHOWN = 4
 PAIRS_SHOWN = 6
+IMAGE_BYTES = 1 << 20
+"""Larger images are named and not shown, so that the page stays light."""
 
 _STYLE = """
 :root { color-scheme: light dark; --bg: #fbfaf8; --card: #fff; --ink: #1d2129; --dim: #666e7a; --edge: #e3e1dc;
@@ -36,6 +40,7 @@ h3 { font-size: 13px; margin: 0 0 4px; color: var(--dim); font-weight: 600 }
 .card.lead b { color: var(--c) }
 .small { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 12px; margin-top: 12px }
 svg { display: block; width: 100%; height: auto }
+img { display: block; max-width: 100%; max-height: 320px; border-radius: 6px }
 .grid { stroke: var(--edge) }
 .tick { fill: var(--dim); font-size: 12px }
 polyline { fill: none; stroke-width: 2; stroke-linejoin: round }
@@ -56,9 +61,13 @@ summary { cursor: pointer }
 
 
 def render_report(
-    config: Mapping[str, Any], rows: Sequence[Row], transcripts: Sequence[Row], summary: Mapping[str, Any]
+    config: Mapping[str, Any],
+    rows: Sequence[Row],
+    transcripts: Sequence[Row],
+    summary: Mapping[str, Any],
+    folder: Path | None = None,
 ) -> str:
-    """The page, from a run's config, metrics rows, transcript rows and summary."""
+    """The page, from a run's config, metrics rows, transcript rows and summary; images of transcripts are in `folder`."""
     name = config.get("name") or f"{config['environment']['name']} on {config['base_model']}"
     trained = f"LoRA rank {config['lora']['rank']}" if config.get("lora") else "full parameters"
     subtitle = (
@@ -69,7 +78,7 @@ def render_report(
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(name)}</title><style>{_STYLE}</style></head><body><main>"
         f'<h1>{escape(name)}</h1><p class="sub">{escape(subtitle)}</p>{_cards(summary)}{_curves(rows)}'
-        f"{_transcripts(transcripts)}<h2>Config</h2><details class='config'><summary>the resolved config</summary>"
+        f"{_transcripts(transcripts, folder)}<h2>Config</h2><details class='config'><summary>the resolved config</summary>"
         f"<pre>{escape(yaml.safe_dump(dict(config), sort_keys=False))}</pre></details></main></body></html>\n"
     )
 
@@ -139,7 +148,7 @@ def _points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
     return [(r["step"], r[key]) for r in rows if r.get(key) is not None]
 
 
-def _transcripts(rows: Sequence[Row]) -> str:
+def _transcripts(rows: Sequence[Row], folder: Path | None) -> str:
     shown = [r for r in rows if r["phase"] == "evaluation"] or list(rows)
     if not shown:
         return ""
@@ -150,7 +159,8 @@ def _transcripts(rows: Sequence[Row]) -> str:
     if first != last and not any(b for _, b in pairs):
         pairs = list(zip(before, after.values(), strict=False))
     blocks = "".join(
-        f'<div class="pair">{_talk(a, "before")}{_talk(b, "after") if b else ""}</div>' for a, b in pairs[:PAIRS_SHOWN]
+        f'<div class="pair">{_talk(a, "before", folder)}{_talk(b, "after", folder) if b else ""}</div>'
+        for a, b in pairs[:PAIRS_SHOWN]
     )
     return f"<h2>Sample transcripts</h2>{blocks}"
 
@@ -159,9 +169,9 @@ def _task(row: Row) -> str:
     return json.dumps(row["task"], sort_keys=True, default=str)
 
 
-def _talk(row: Row, when: str) -> str:
+def _talk(row: Row, when: str, folder: Path | None) -> str:
     messages = [
-        f'<div class="msg {escape(m["role"])}"><small>{escape(m["role"])}</small>{escape(str(m["content"]))}</div>'
+        f'<div class="msg {escape(m["role"])}"><small>{escape(m["role"])}</small>{_content(m["content"], folder)}</div>'
         for m in row["messages"]
     ]
     folded, shown = messages[:-MESSAGES_SHOWN], messages[-MESSAGES_SHOWN:]
@@ -173,6 +183,20 @@ def _talk(row: Row, when: str) -> str:
         f'<div class="talk"><h3>{when}: step {row["step"]}, task {escape(_task(row))}</h3>{earlier}{"".join(shown)}'
         f'<div class="meta">{outcome}</div></div>'
     )
+
+
+def _content(content: Any, folder: Path | None) -> str:
+    if isinstance(content, str):
+        return escape(content)
+    return "".join(escape(part["text"]) if part["type"] == "text" else _image(part["file"], folder) for part in content)
+
+
+def _image(name: str, folder: Path | None) -> str:
+    path = None if folder is None else folder / name
+    if path is None or not path.is_file() or path.stat().st_size > IMAGE_BYTES:
+        return f"[{escape(name)}]"
+    encoded = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="{escape(name)}" src="data:image/{escape(path.suffix[1:])};base64,{encoded}">'
 
 
 def _duration(seconds: float) -> str:

@@ -7,14 +7,17 @@ the policy it is given (HTTP in practice) and the recorder (files).
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from opentinker.algorithms.grpo import group_advantages
+from opentinker.algorithms.select import advantage_function
+from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.messages import (
     AdamParams,
     Chunk,
     Datum,
+    FloatArray,
     ImageChunk,
     IntArray,
     LossConfig,
@@ -22,7 +25,9 @@ from opentinker.client.messages import (
     Sample,
     SampleResult,
     SamplingParams,
+    TokenScore,
 )
+from opentinker.config.algorithms import PolicyGradient
 from opentinker.config.job import RLJobConfig, RLTrainingConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
@@ -32,15 +37,21 @@ from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Group
-from opentinker.training.data import Batch, JobTasks, build_batch
+from opentinker.training.batch import Batch, Member, build_batch, members_of, teaches
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
-from opentinker.training.transcripts import pick_transcripts, transcript_row
+from opentinker.training.tasks import JobTasks
+from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
+from opentinker.training.watch import Verdict, Watch
 
 FRUITLESS_STEPS = 3
 """Steps in a row without a usable episode after which the loop gives up."""
 EVALUATION_TRANSCRIPTS = 8
+BEST = "best"
+STOPPED_EARLY = "stopped-early"
+MAX_REDUCTIONS = 2
+"""Times that a learning rate is reduced before the run is stopped."""
 
 
 class TrainablePolicy(Protocol):
@@ -55,6 +66,10 @@ class TrainablePolicy(Protocol):
     async def sample(
         self, prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, *, request_id: str, deadline_s: float
     ) -> SampleResult: ...
+
+    async def forward(
+        self, data: Sequence[Datum], *, compute: Sequence[TokenScore], temperature: float
+    ) -> dict[TokenScore, list[FloatArray]]: ...
 
     async def train_step(
         self,
@@ -84,6 +99,7 @@ class RLLoop:
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        advantages: AdvantageFn | None = None,
     ) -> None:
         self.config = config
         self.steps_done = 0
@@ -95,11 +111,17 @@ class RLLoop:
             base_dir=base_dir,
             sources=sources,
         )
+        self._advantages = advantages or advantage_function(config.algorithm, base_dir)
+        self._task_position = 0
         self._policy = policy
         self._renderer = renderer
         self._recorder = recorder
         self._held_out: list[Any] | None = None
         self._fruitless = 0
+        self._watch = Watch(config.training.stop, config.evaluation.metric)
+        self._reductions = 0
+        self.stopped = ""
+        """Why the run ended early; empty while it goes on."""
         self._evaluated_at: int | None = None
         self._runner = self._make_runner(config.sampling.temperature, max_model_len, seed=config.training.seed)
         # Evaluation must not reuse training's sampling seeds.
@@ -114,9 +136,10 @@ class RLLoop:
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        advantages: AdvantageFn | None = None,
     ) -> "RLLoop":
         """A loop on a server that runs: asks it for the tokenizer and the limits. Files of tasks are relative to `base_dir`;
-        `sources` replace the tasks of the config and the environment.
+        `sources` replace the tasks of the config and the environment, `advantages` those of the config's algorithm.
 
         Raises:
             RenderingError: the model has no usable chat template.
@@ -124,14 +147,20 @@ class RLLoop:
         info = await policy.info()
         tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
         renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
-        return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
+        return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder, base_dir, sources, advantages)
 
     async def resume(self, step: int) -> None:
-        """Go on after the checkpoint of `step`; 0 needs none. Steps are determined by the config's seed and their number, so
-        that nothing else has to be restored."""
+        """Go on after the checkpoint of `step`; 0 needs none. A step is determined by the config's seed, its number and its
+        place in the stream of tasks, which the last row of the metrics says."""
         if step:
             await self._policy.load(checkpoint_name(step))
         self.steps_done = step
+        drawn = step * self.config.rollout.groups_per_step
+        rows = [row for row in self._recorder.rows if row["kind"] == "step" and row["step"] == step]
+        self._task_position = int(rows[-1].get("task_position", drawn)) if rows else drawn
+        for row in self._recorder.rows:
+            self._watch.row(row)
+            self._reductions += row["kind"] == "stopping" and row["action"] != "stopped"
 
     async def run(self, steps: int) -> None:
         """Train for `steps` more steps, evaluating as the config says.
@@ -143,11 +172,11 @@ class RLLoop:
         last = self.steps_done + steps
         if evaluation.at_start and self.steps_done == 0:
             await self.evaluate()
-        while self.steps_done < last:
+        while self.steps_done < last and not self.stopped:
             await self.step()
             if (every := self.config.training.save_every) and self.steps_done % every == 0:
                 await self._policy.save(checkpoint_name(self.steps_done))
-            if evaluation.every and self.steps_done % evaluation.every == 0:
+            if evaluation.every and self.steps_done % evaluation.every == 0 and not self.stopped:
                 await self.evaluate()
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
@@ -162,32 +191,31 @@ class RLLoop:
         groups = await self._evaluator.run(self._held_out, self.config.evaluation.samples_per_task, self.steps_done)
         for group in groups[:EVALUATION_TRANSCRIPTS]:
             for episode in (group.episodes or group.failures)[:1]:
-                self._recorder.transcript(transcript_row(episode, step=self.steps_done, phase="evaluation"))
-        result = summarize_groups(groups, seed=self.config.training.seed)
+                row = transcript_row(episode, step=self.steps_done, phase="evaluation")
+                self._recorder.transcript(row, images_of(episode))
+        evaluation = self.config.evaluation
+        result = summarize_groups(groups, seed=self.config.training.seed, pass_at=evaluation.pass_at)
         if result is None:
             await self._policy.info()  # a dead server is the better explanation
             raise EpisodesFailedError(f"no episode of the evaluation was usable: {_commonest_failure(groups)}")
         row = evaluation_row(self.steps_done, result, groups, seconds=time.monotonic() - started)
         self._recorder.row(row)
         self._evaluated_at = self.steps_done
+        if evaluation.keep_best and self._watch.improves(row):
+            await self._policy.save(BEST)
+        await self._act(self._watch.row(row))
         return row
 
     async def step(self) -> Row:
         """One training step."""
         config, number = self.config, self.steps_done + 1
         started = time.monotonic()
-        per_step = config.rollout.groups_per_step
-        tasks = await self._tasks.draw(config.training.seed, (number - 1) * per_step, per_step)
-        groups = await self._runner.run(tasks, config.algorithm.group_size, number)
+        groups, position = await self._collect(number)
         sampled = time.monotonic()
         await self._check_usable(groups)
-        batch = build_batch(
-            groups,
-            lambda rewards: group_advantages(rewards, normalize_std=config.algorithm.normalize_std),
-            minibatches=config.algorithm.minibatches,
-            epochs=config.algorithm.epochs,
-        )
-        optimizer = scheduled(config.training, number)
+        members = await self._scored(members_of(groups))
+        batch = build_batch(members, self._advantages, config.algorithm, longest_tokens=config.sampling.max_tokens)
+        optimizer = scheduled(config.training, number, config.training.stop.factor**self._reductions)
         trained = await self._train(batch, optimizer)
         ended = time.monotonic()
         publish_s = float(trained["publish"]["seconds"]) if trained else 0.0
@@ -198,23 +226,68 @@ class RLLoop:
             trained,
             Timing(sampled - started, ended - sampled - publish_s, publish_s, ended - started),
             learning_rate=optimizer.learning_rate,
+            task_position=position,
         )
         self._recorder.row(row)
         for episode in pick_transcripts(groups, config.training.transcripts_per_step):
-            self._recorder.transcript(transcript_row(episode, step=number, phase="train"))
-        self.steps_done = number
+            self._recorder.transcript(transcript_row(episode, step=number, phase="train"), images_of(episode))
+        self.steps_done, self._task_position = number, position
+        await self._act(self._watch.row(row))
         return row
+
+    async def _act(self, verdict: Verdict | None) -> None:
+        """Save, then stop or learn more slowly."""
+        if verdict is None or self.stopped:
+            return
+        stop = self.config.training.stop
+        reduce = stop.action == "reduce" and not verdict.final and self._reductions < MAX_REDUCTIONS
+        await self._policy.save(STOPPED_EARLY)
+        if reduce:
+            self._reductions += 1
+        else:
+            self.stopped = verdict.reason
+        action = f"learning rate x {stop.factor:g}" if reduce else "stopped"
+        self._recorder.row({"kind": "stopping", "step": self.steps_done, "reason": verdict.reason, "action": action})
+
+    async def _collect(self, number: int) -> tuple[list[Group], int]:
+        """The groups of a step, and where the next one draws. Those that teach nothing are replaced as often as the algorithm
+        says; they stay in what is measured."""
+        algorithm, wanted = self.config.algorithm, self.config.rollout.groups_per_step
+        groups: list[Group] = []
+        position, missing = self._task_position, wanted
+        for _ in range(algorithm.max_resamples + 1):
+            tasks = await self._tasks.draw(self.config.training.seed, position, missing)
+            position += missing
+            groups += await self._runner.run(tasks, algorithm.group_size, number, first_index=len(groups))
+            missing = wanted - sum(map(teaches, groups))
+            if missing <= 0:
+                break
+        return groups, position
+
+    async def _scored(self, groups: list[list[Member]]) -> list[list[Member]]:
+        """The members with what the algorithm needs from the model: reference logprobs, and the trainer's own before the
+        update."""
+        algorithm = self.config.algorithm
+        names: dict[TokenScore, str] = {}
+        if algorithm.kl.coefficient:
+            names["reference_logprobs"] = "reference_logprobs"
+        if algorithm.mismatch.active and not algorithm.one_update:
+            names["logprobs"] = "proximal_logprobs"
+        data = [datum for members in groups for member in members for datum in member.data]
+        if not names or not data:
+            return groups
+        temperature = self.config.sampling.temperature
+        scores = await self._policy.forward(data, compute=tuple(names), temperature=temperature)
+        found = iter(
+            replace(datum, arrays={**datum.arrays, **{names[score]: scores[score][index] for score in names}})
+            for index, datum in enumerate(data)
+        )
+        return [[replace(m, data=tuple(next(found) for _ in m.data)) for m in members] for members in groups]
 
     async def _train(self, batch: Batch, optimizer: AdamParams) -> Mapping[str, Any] | None:
         if not batch.data:
             return None
-        algorithm = self.config.algorithm
-        loss = LossConfig(
-            name=algorithm.loss,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            temperature=self.config.sampling.temperature,
-        )
+        loss = loss_config(self.config.algorithm, self.config.sampling.temperature)
         return await self._policy.train_step(batch.data, batch.minibatches, loss, optimizer, publish=True)
 
     async def _check_usable(self, groups: Sequence[Group]) -> None:
@@ -255,19 +328,35 @@ class RLLoop:
         return result.samples[0]
 
 
+def loss_config(algorithm: PolicyGradient, temperature: float) -> LossConfig:
+    """The loss of an algorithm's train steps."""
+    mismatch, kl = algorithm.mismatch, algorithm.kl
+    return LossConfig(
+        name=algorithm.loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        temperature=temperature,
+        anchor="behaviour" if not mismatch.active else "current" if algorithm.one_update else "proximal",
+        truncate=mismatch.truncate,
+        mask_sequences=mismatch.mask_sequences,
+        kl_coefficient=kl.coefficient if kl.place == "loss" else 0.0,
+        kl_estimator=kl.estimator,
+        entropy_coefficient=algorithm.entropy_coefficient,
+    )
+
+
 def checkpoint_name(step: int) -> str:
     """Of the checkpoint that a loop writes after a step."""
     return f"step-{step:06d}"
 
 
-def scheduled(training: RLTrainingConfig, step: int) -> AdamParams:
-    """The optimizer of the `step`-th step (from 1), with the learning rate that warm-up and decay give it."""
-    scale = 1.0
+def scheduled(training: RLTrainingConfig, step: int, scale: float = 1.0) -> AdamParams:
+    """The optimizer of the `step`-th step (from 1), with the learning rate that warm-up and decay give it, times `scale`."""
     if step < training.warmup_steps:
-        scale = step / training.warmup_steps
+        scale *= step / training.warmup_steps
     elif training.decay == "linear":
         falling = training.steps + 1 - max(training.warmup_steps, 1)
-        scale = max(0.0, (training.steps + 1 - step) / falling) if falling > 0 else 1.0
+        scale *= max(0.0, (training.steps + 1 - step) / falling) if falling > 0 else 1.0
     return training.optimizer.model_copy(update={"learning_rate": training.optimizer.learning_rate * scale})
 
 

@@ -6,13 +6,15 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from opentinker.algorithms.select import user_advantages
+from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.client import Job
 from opentinker.client.messages import AdamParams
 from opentinker.client.policy import PolicyClient
+from opentinker.config.algorithms import GRPOConfig, PolicyGradient
 from opentinker.config.job import (
     EnvironmentConfig,
     EvaluationConfig,
-    GRPOConfig,
     InteractiveJobConfig,
     RLJobConfig,
     RLTrainingConfig,
@@ -40,8 +42,9 @@ class RLTrainer:
         self,
         job: Job,
         environment: type[Environment] | str,
-        algorithm: GRPOConfig | None = None,
+        algorithm: PolicyGradient | None = None,
         *,
+        advantages: AdvantageFn | None = None,
         environment_args: dict[str, Any] | None = None,
         train_tasks: TaskSource | Sequence[Any] | None = None,
         held_out_tasks: TaskSource | Sequence[Any] | None = None,
@@ -54,6 +57,8 @@ class RLTrainer:
         progress: bool = True,
     ) -> None:
         """Tasks given here replace the environment's own; `opentinker.load_tasks` reads them from a file or dataset.
+        `advantages` replaces the algorithm's: a function of the rewards per turn of each episode of each group, see
+        `opentinker.algorithms.types`.
 
         Raises: EnvironmentLoadError, ConfigError.
         """
@@ -65,7 +70,7 @@ class RLTrainer:
         self.config = RLJobConfig(
             **job.config.model_dump(exclude={"kind", "seed"}),
             environment=EnvironmentConfig(name=name, args=environment_args or {}),
-            algorithm=algorithm or GRPOConfig(),
+            algorithm=(algorithm or GRPOConfig()).model_dump(),
             sampling=sampling or SamplingConfig(),
             rollout=rollout or RolloutConfig(),
             evaluation=evaluation or EvaluationConfig(),
@@ -73,6 +78,7 @@ class RLTrainer:
         )
         given: dict[Split, TaskSource | Sequence[Any] | None] = {"train": train_tasks, "held_out": held_out_tasks}
         self._sources = {split: task_source(tasks) for split, tasks in given.items() if tasks is not None}
+        self._given_advantages = None if advantages is None else user_advantages(advantages, "advantages")
         self._progress = progress
         self._listener: Progress | None = None
         self._recorder = Recorder(
@@ -116,7 +122,9 @@ class RLTrainer:
 
     async def _connected(self, policy: PolicyClient) -> RLLoop:
         if self._loop is None:
-            self._loop = await RLLoop.connect(self.config, self._environment, policy, self._recorder, sources=self._sources)
+            self._loop = await RLLoop.connect(
+                self.config, self._environment, policy, self._recorder, sources=self._sources, advantages=self._given_advantages
+            )
         return self._loop
 
     def _shown(self, total_steps: int) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from opentinker.env.environment import Message
+from opentinker.images import Image
 from opentinker.rollout.types import Episode, Group
 
 Phase = Literal["train", "evaluation"]
@@ -27,12 +28,24 @@ def transcript_row(episode: Episode, *, step: int, phase: Phase) -> dict[str, An
 
 
 def _readable(message: Message) -> dict[str, Any]:
-    """A message as JSON values; an image as its hash."""
+    """A message as JSON values; an image as the name of its file."""
     content = message["content"]
     if isinstance(content, str):
         return dict(message)
-    parts = [dict(p) if p["type"] == "text" else {"type": "image", "sha256": p["image"].sha256} for p in content]
+    parts = [dict(p) if p["type"] == "text" else {"type": "image", "file": image_file(p["image"])} for p in content]
     return {**message, "content": parts}
+
+
+def images_of(episode: Episode) -> list[Image]:
+    """The images of its transcript, each once."""
+    contents = [m["content"] for m in episode.messages if not isinstance(m["content"], str)]
+    found = {p["image"].sha256: p["image"] for content in contents for p in content if p["type"] == "image"}
+    return list(found.values())
+
+
+def image_file(image: Image) -> str:
+    """Where a run's folder has it."""
+    return f"images/{image.sha256[:32]}.{image.media_type.removeprefix('image/')}"
 
 
 def pick_transcripts(groups: Sequence[Group], count: int) -> list[Episode]:

@@ -3,7 +3,7 @@
 Axes: N = rows (weighted targets), H = hidden size, V = vocabulary, S = one slice of the vocabulary.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,6 +17,9 @@ class _TargetLogprobs(torch.autograd.Function):
     With p = softmax over V, m = the slice's part of p and q = softmax over the slice, the gradient of a target's logprob is
     onehot - p = -m * (q - onehot / m). Its row factors go into the small matrices, so that in the big ones only the
     target's own entry is touched; that one is exact in float32 (expm1), for it is a small difference in confident rows.
+
+    With an entropy, whose gradient is -p * (log p + H), both gradients are added up in the big matrix, and its row factors are
+    the masses alone.
     """
 
     @staticmethod
@@ -28,17 +31,19 @@ class _TargetLogprobs(torch.autograd.Function):
         weight_grad_VH: torch.Tensor | None,
         cap: float,
         temperature: float,
-    ) -> torch.Tensor:
-        ctx.cap, ctx.temperature, ctx.weight_grad_VH = cap, temperature, weight_grad_VH
-        target_N, parts_N, _ = _scan(hidden_NH, weight_VH, targets_N, cap, temperature)
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.cap, ctx.temperature, ctx.weight_grad_VH, ctx.entropy = cap, temperature, weight_grad_VH, entropy
+        target_N, parts_N, entropies_N = _scan(hidden_NH, weight_VH, targets_N, cap, temperature, entropy=entropy)
         logprobs_N = target_N - torch.logsumexp(parts_N, 0)
         masses_N = torch.softmax(parts_N, 0).clamp_min_(1e-30)
-        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, logprobs_N, masses_N)
-        return logprobs_N
+        entropy_N = logprobs_N.new_zeros(0) if entropies_N is None else _joined_entropy(parts_N, entropies_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, logprobs_N, masses_N, entropy_N)
+        return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
-        hidden_NH, weight_VH, targets_N, logprobs_N, masses_N = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
+        hidden_NH, weight_VH, targets_N, logprobs_N, masses_N, entropy_N = ctx.saved_tensors
         hidden_grad_NH = torch.zeros_like(hidden_NH, dtype=torch.float32)
         scale_N = grads[0] / -ctx.temperature
         for (start, stop), mass_N in zip(_slices(hidden_NH, weight_VH), masses_N, strict=True):
@@ -46,14 +51,19 @@ class _TargetLogprobs(torch.autograd.Function):
             logits_NS = _logits(hidden_NH, weight_SH, ctx.cap, ctx.temperature)
             grad_NS = torch.softmax(logits_NS, 1)
             rows, columns = _targets_in(targets_N, start, stop)
+            if ctx.entropy:
+                towards_NS = grad_NS.float() * (torch.log_softmax(logits_NS.float(), 1) + (mass_N.log() + entropy_N)[:, None])
+                towards_NS *= (grads[1] / -ctx.temperature)[:, None]
             grad_NS[rows, columns] = (torch.expm1(logprobs_N) / mass_N)[rows].to(grad_NS.dtype)
+            if ctx.entropy:
+                grad_NS = towards_NS.addcmul_(grad_NS.float(), scale_N[:, None]).to(hidden_NH.dtype)
             if ctx.cap:
                 grad_NS *= 1 - (logits_NS.float() * (ctx.temperature / ctx.cap)).square()
-            factor_N1 = (scale_N * mass_N)[:, None]
+            factor_N1 = (mass_N if ctx.entropy else scale_N * mass_N)[:, None]
             hidden_grad_NH.addcmul_((grad_NS @ weight_SH).float(), factor_N1)
             if ctx.weight_grad_VH is not None:
                 ctx.weight_grad_VH[start:stop] += grad_NS.t() @ (hidden_NH * factor_N1).to(hidden_NH.dtype)
-        return hidden_grad_NH.to(hidden_NH.dtype), None, None, None, None, None
+        return hidden_grad_NH.to(hidden_NH.dtype), None, None, None, None, None, None
 
 
 def _scan(
@@ -120,24 +130,33 @@ def target_logprobs(
     Differentiable in `hidden_NH`. The backward pass adds the gradient of the weight, the largest there is, straight to
     `weight_grad_VH` (float32, once per slice), if given. `cap` 0 = no soft cap. `targets_N` is int64.
     """
-    logprobs: torch.Tensor = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH.detach(), targets_N, weight_grad_VH, cap, temperature
+    logprobs, _ = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH.detach(), targets_N, weight_grad_VH, cap, temperature, False
     )
-    return logprobs
+    return cast(torch.Tensor, logprobs)
 
 
-@torch.no_grad()
 def logprobs_and_entropies(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, *, cap: float = 0.0, temperature: float = 1.0
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    weight_grad_VH: torch.Tensor | None = None,
+    *,
+    cap: float = 0.0,
+    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(`target_logprobs`, bit for bit; the entropy of each row's distribution in nats), float32[N] each, in one pass and
-    without a gradient.
+    """(`target_logprobs`, bit for bit; the entropy of each row's distribution in nats), float32[N] each, in one pass.
 
-    The entropy is that of the slices' shares of the softmax plus the mean of the slices' own, weighted by the shares: a sum
-    of terms that are not negative, so that nothing cancels.
+    Both are differentiable as `target_logprobs` is.
     """
-    target_N, parts_N, entropies_N = _scan(hidden_NH, weight_VH, targets_N, cap, temperature, entropy=True)
-    assert entropies_N is not None
+    both = _TargetLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH.detach(), targets_N, weight_grad_VH, cap, temperature, True
+    )
+    return cast(tuple[torch.Tensor, torch.Tensor], both)
+
+
+def _joined_entropy(parts_N: torch.Tensor, entropies_N: torch.Tensor) -> torch.Tensor:
+    """That of the slices' shares of the softmax plus the mean of the slices' own, weighted by the shares: a sum of terms that
+    are not negative, so that nothing cancels."""
     shares_N = torch.log_softmax(parts_N, 0)
-    entropy_N = _entropy(shares_N, 0) + (shares_N.exp() * entropies_N).sum(0)
-    return target_N - torch.logsumexp(parts_N, 0), entropy_N
+    return _entropy(shares_N, 0) + (shares_N.exp() * entropies_N).sum(0)

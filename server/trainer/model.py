@@ -87,11 +87,12 @@ class PackedModel:
             temperature=temperature,
         )
 
-    @torch.no_grad()
-    def logprobs_and_entropies(self, pack: Pack, targets_N: IntArray, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """(`logprobs`, entropy in nats of the distribution at each weighted target), float32[N] each; no gradient."""
+    def logprobs_and_entropies(
+        self, pack: Pack, targets_N: IntArray, temperature: float, head_grad_VH: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`logprobs`, entropy in nats of the distribution at each weighted target), float32[N] each."""
         return logprobs_and_entropies(
-            self._hidden(pack), self._head, self._tensor(targets_N), cap=self._soft_cap, temperature=temperature
+            self._hidden(pack), self._head, self._tensor(targets_N), head_grad_VH, cap=self._soft_cap, temperature=temperature
         )
 
     def _hidden(self, pack: Pack) -> torch.Tensor:

@@ -138,8 +138,9 @@ class TorchTrainer:
         with optimizer.all_or_nothing():
             for pack in pack_data(data, self._config.pack_tokens):
                 head_grad = optimizer.gradient(self._model.head_name) if full else None
-                logprobs_N = self._logprobs(policy, data, pack, loss.temperature, head_grad)
-                total, part = token_loss(loss, logprobs_N, self._arrays(data, pack))
+                logprobs_N, entropies_N = self._logprobs(policy, data, pack, loss, head_grad)
+                sequence_N = torch.from_numpy(pack.data_N.astype(np.int64)).to(self._device)
+                total, part = token_loss(loss, logprobs_N, self._arrays(data, pack), sequence_N, entropies_N)
                 if not np.isfinite(part["loss_sum"] * factor):
                     raise TrainerError(f"the loss is {part['loss_sum']}; no gradient was added")
                 (total * factor).backward()  # type: ignore[no-untyped-call]
@@ -246,11 +247,14 @@ class TorchTrainer:
         policy: str,
         data: Sequence[Datum],
         pack: Pack,
-        temperature: float,
+        loss: LossConfig,
         head_grad_VH: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(logprobs; entropies, if the loss needs them) of the pack's weighted targets, float32[N] each."""
         with self._adapter_pass.using([policy]):
-            return self._model.logprobs(pack, _targets(data, pack), temperature, head_grad_VH)
+            if loss.entropy_coefficient:
+                return self._model.logprobs_and_entropies(pack, _targets(data, pack), loss.temperature, head_grad_VH)
+            return self._model.logprobs(pack, _targets(data, pack), loss.temperature, head_grad_VH), None
 
     def _arrays(self, data: Sequence[Datum], pack: Pack) -> dict[str, torch.Tensor]:
         """The data's arrays at the pack's weighted targets, float32[N] each."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_server import FAST, LORA, PROMPT, REWARDED, Server, datum, serving
+from server_tools import FAST, LORA, PROMPT, REWARDED, Server, datum, serving
 
 from opentinker.client.messages import LossConfig, Minibatch, SamplingParams
 from opentinker.config.job import LoraConfig

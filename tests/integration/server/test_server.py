@@ -1,132 +1,32 @@
 """The whole job server on a tiny model: client, HTTP front, worker, a real engine and a real trainer."""
 
 import asyncio
-import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from server_tools import FAST, LORA, PROMPT, REWARDED, START_S, Server, datum, serving, wait_until
 
-from opentinker.checkpoints import checkpoints
-from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, SamplingParams, TokenChunk
+from opentinker.client.messages import AdamParams, LossConfig, Minibatch, SamplingParams
 from opentinker.client.policy import PolicyClient
-from opentinker.config.job import EngineConfig, LoraConfig, ServerConfig, TrainerConfig
+from opentinker.config.job import LoraConfig
 from opentinker.errors import (
-    CheckpointError,
     ConflictError,
-    DeadlineError,
     EngineError,
     InvalidRequestError,
     NotFoundError,
     ServerLostError,
     TrainerError,
     VersionNotServedError,
-    WeightSyncError,
-    from_problem,
 )
-from opentinker.server import state
-from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
 from opentinker.server.execute import _COMMANDS
-from opentinker.server.front import create_app
-from opentinker.server.listener import Listener
-from opentinker.server.loading import load_parts, server_info
-from opentinker.server.protocol import COMMANDS, CommandWork
+from opentinker.server.protocol import COMMANDS
 from opentinker.server.state import Parts
-from opentinker.server.worker import InProcessWorker, Worker
-from opentinker.storage import Storage
-
-PROMPT = [5, 6, 7, 8]
-REWARDED = [11, 12, 13, 14]
-LORA = LoraConfig(rank=8)
-FAST = AdamParams(learning_rate=3e-3)
-START_S = 120.0
-
-
-@dataclass
-class Server:
-    client: PolicyClient
-    worker: Worker
-    parts: Parts
-    endpoint: str
-
-    async def logprobs(self) -> FloatArray:
-        """The trainer's logprobs of the rewarded tokens."""
-        return (await self.client.forward([datum()]))["logprobs"][0][-len(REWARDED) :]
-
-    async def engine_logprobs(self) -> FloatArray:
-        """The engine's."""
-        result = await self.client.sample(PROMPT + REWARDED, SamplingParams(max_tokens=1), prompt_logprobs=True)
-        assert result.prompt_logprobs is not None
-        return result.prompt_logprobs[-len(REWARDED) :]
-
-
-def datum(advantage: float = 1.0) -> Datum:
-    tokens = np.asarray(PROMPT + REWARDED, np.int32)
-    weights = np.asarray([0.0] * (len(PROMPT) - 1) + [1.0] * len(REWARDED), np.float32)
-    behaviour = np.full(len(weights), -6.0, np.float32) * weights
-    arrays = {"weights": weights, "advantages": advantage * weights, "behaviour_logprobs": behaviour}
-    return Datum((TokenChunk(tokens[:-1]),), tokens[1:], arrays)
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.005)
-
-
-@asynccontextmanager
-async def serving(
-    model_dir: Path,
-    root: Path,
-    *,
-    kind: str = "transformers",
-    lora: LoraConfig | None = None,
-    lora_serving: str = "merge",
-    create: bool = True,
-    trains: bool = True,
-    checkpoint: str | None = None,
-    change: Callable[[Parts], Parts] = lambda parts: parts,
-) -> AsyncIterator[Server]:
-    config = ServerConfig(
-        base_model=str(model_dir),
-        engine=EngineConfig.model_validate(
-            {"kind": kind, "max_model_len": 256, "max_num_seqs": 16, "cache_gib": 0.1, "lora_serving": lora_serving}
-        ),
-        dtype="float32",
-        trainer=TrainerConfig(dtype="float32") if trains else None,
-    )
-    worker = Worker(lambda: change(load_parts(model_dir, config, lora, root)))
-    parts = await asyncio.to_thread(worker.start, START_S)
-    app = create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts))
-    listener = Listener(app, "127.0.0.1")
-    endpoint = await listener.start()
-    client = PolicyClient(endpoint, "secret", "p")
-    try:
-        if create:
-            spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": checkpoint}
-            created = app.state.front.dispatcher.command("p", 0, b"", "create", spec)  # as the scheduler does
-            await created.wait(START_S)
-            if created.problem is not None:
-                raise from_problem(created.problem)
-        yield Server(client, worker, parts, endpoint)
-    finally:
-        await client.close()
-        await listener.stop()
-        await asyncio.to_thread(worker.stop)
-
-
-@pytest.fixture
-async def server(tiny_model_dir: Path, tmp_path: Path) -> AsyncIterator[Server]:
-    async with serving(tiny_model_dir, tmp_path) as server:
-        yield server
+from opentinker.server.worker import Worker
 
 
 @pytest.mark.parametrize(
@@ -360,86 +260,6 @@ async def test_publish_drains_or_aborts_and_resubmits(server: Server) -> None:
         await server.client.publish("continue")
 
 
-async def test_save_and_load_restore_the_policy_and_publish_it(server: Server) -> None:
-    client = server.client
-    saved = await client.save("first")
-    assert saved["path"].endswith("/first@0")
-    assert (saved["name"], saved["version"]) == ("first", 0)
-    assert saved["manifest"]["files"]
-    before = await server.logprobs()
-    await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
-    assert not np.array_equal(await server.logprobs(), before)
-    trained = await server.logprobs()
-    assert (await client.save("first"))["version"] == 1
-    assert (await client.load("first@0"))["version"] == 2
-    np.testing.assert_array_equal(await server.logprobs(), before)
-    np.testing.assert_allclose(await server.engine_logprobs(), before, atol=0.01)
-    await client.load("first")  # the one saved last
-    np.testing.assert_array_equal(await server.logprobs(), trained)
-    with pytest.raises(CheckpointError, match="no checkpoint 'first@7'") as error:
-        await client.load("first@7")
-    assert "first@1, first@0" in error.value.hint
-
-
-async def test_a_save_is_copied_to_the_storage_and_loaded_from_there_when_this_node_has_it_not(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    remote, root = tmp_path / "remote", tmp_path / "runs"
-    storage = Storage(f"file://{remote}", root)
-
-    def stored(parts: Parts) -> Parts:
-        return replace(parts, storage=storage)
-
-    async with serving(tiny_model_dir, root / "ann/job-1/checkpoints", change=stored) as server:
-        saved, before = await server.client.save("first"), await server.logprobs()
-        assert [c.name for c in storage.checkpoints(root / "ann/job-1/checkpoints")] == ["first"]
-        await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
-        shutil.rmtree(saved["path"])
-        await server.client.load("first")
-        np.testing.assert_array_equal(await server.logprobs(), before)
-        shutil.rmtree(remote)
-        remote.touch()  # the storage is away
-        with pytest.raises(CheckpointError, match="is whole on this node, but was not copied") as error:
-            await server.client.save("second")
-        assert "save it again" in error.value.hint
-        await server.client.load("second")
-        remote.unlink()
-        await server.client.save("second")
-        assert [c.name for c in storage.checkpoints(root / "ann/job-1/checkpoints")] == ["second"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "lora", "lora_serving"),
-    [("transformers", None, "merge"), ("transformers", LORA, "merge"), ("vllm", LORA, "adapter")],
-)
-async def test_a_policy_starts_from_a_checkpoints_weights_as_version_0_with_a_new_optimizer(
-    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None, lora_serving: str
-) -> None:
-    async with serving(tiny_model_dir, tmp_path / "a", lora=lora) as server:
-        for _ in range(2):
-            await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
-        saved, trained = await server.client.save("final"), await server.logprobs()
-    started = serving(tiny_model_dir, tmp_path / "b", kind=kind, lora=lora, lora_serving=lora_serving, create=False)
-    async with started as server:
-        spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": saved["path"]}
-        with pytest.raises(InvalidRequestError, match="start checkpoint cannot be named here"):
-            await server.client.command("create", spec)
-        server.worker.submit([CommandWork("p:c:create", "p", "create", spec)])  # as the scheduler does
-        await asyncio.to_thread(wait_until, lambda: server.worker._state.policies)
-        assert server.worker._state.policies["p"].version == 0
-        np.testing.assert_array_equal(await server.logprobs(), trained)
-        np.testing.assert_allclose(await server.engine_logprobs(), trained, atol=0.01)
-        await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
-        assert (await server.client.save("first"))["version"] == 1
-        assert [c.step for c in checkpoints(tmp_path / "b")] == [1]
-
-
-@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 101, 7])
-async def test_a_checkpoint_name_is_one_safe_path_component(server: Server, name: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="not a checkpoint name"):
-        await server.client.command("save", {"name": name})
-
-
 async def test_policies_begin_and_end(tiny_model_dir: Path, tmp_path: Path) -> None:
     async with serving(tiny_model_dir, tmp_path, create=False) as server:
         with pytest.raises(NotFoundError):
@@ -453,137 +273,6 @@ async def test_policies_begin_and_end(tiny_model_dir: Path, tmp_path: Path) -> N
         await server.client.command("delete", {})
         with pytest.raises(NotFoundError):
             await server.client.sample(PROMPT, SamplingParams(max_tokens=1))
-
-
-class Meddling:
-    """A real engine with a fault that a test switches on."""
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self.engine = engine
-        self.fault = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def step(self) -> Any:
-        if self.fault == "step fails":
-            self.fault = ""
-            raise RuntimeError("the device is on fire")
-        if self.fault == "gets on with nothing":
-            return []
-        return self.engine.step()
-
-    def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
-        if self.fault == "a tensor is damaged on the way":
-            return self.engine.update_weights(((n, t * 1.01 if "layers.1.mlp" in n else t) for n, t in weights), version)
-        if self.fault == "a tensor is lost":
-            ack = self.engine.update_weights(weights, version)
-            return replace(ack, written=ack.written - {min(ack.written)})
-        if self.fault == "the engine keeps its old weights":
-            from opentinker.server.digest import tensor_digest
-
-            digests = {name: tensor_digest(tensor) for name, tensor in weights}
-            return WeightAck(digests, frozenset(digests), frozenset(digests))
-        return self.engine.update_weights(weights, version)
-
-
-@pytest.mark.parametrize("fault", ["a tensor is damaged on the way", "a tensor is lost", "the engine keeps its old weights"])
-async def test_a_publish_that_went_wrong_is_an_error_and_nothing_is_sampled_until_one_goes_right(
-    tiny_model_dir: Path, tmp_path: Path, fault: str
-) -> None:
-    meddling: list[Meddling] = []
-
-    def change(parts: Parts) -> Parts:
-        meddling.append(Meddling(parts.engine))
-        return replace(parts, engine=meddling[0])
-
-    async with serving(tiny_model_dir, tmp_path, change=change) as server:
-        client = server.client
-        meddling[0].fault = fault
-        with pytest.raises(WeightSyncError):
-            await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
-        assert (await client.state())["version"] == 0
-        with pytest.raises(WeightSyncError):
-            await client.sample(PROMPT, SamplingParams(max_tokens=1))
-        meddling[0].fault = ""
-        assert (await client.publish())["version"] == 2
-        await client.sample(PROMPT, SamplingParams(max_tokens=1))
-
-
-async def test_a_failing_engine_step_fails_the_running_requests_and_the_server_goes_on(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    meddling: list[Meddling] = []
-
-    def change(parts: Parts) -> Parts:
-        meddling.append(Meddling(parts.engine))
-        return replace(parts, engine=meddling[0])
-
-    async with serving(tiny_model_dir, tmp_path, change=change) as server:
-        meddling[0].fault = "step fails"
-        with pytest.raises(EngineError, match="on fire"):
-            await server.client.sample(PROMPT, SamplingParams(max_tokens=4))
-        assert len((await server.client.sample(PROMPT, SamplingParams(max_tokens=1))).samples) == 1
-
-
-@pytest.mark.parametrize("command", ["publish", "train_step", "load", "delete"])
-async def test_an_engine_that_gets_on_with_nothing_fails_what_waits_for_it(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    meddling: list[Meddling] = []
-
-    def change(parts: Parts) -> Parts:
-        meddling.append(Meddling(parts.engine))
-        return replace(parts, engine=meddling[0])
-
-    monkeypatch.setattr(state, "DRAIN_S", 0.3)
-    async with serving(tiny_model_dir, tmp_path, change=change) as server:
-        client = server.client
-        await client.save("first")
-        meddling[0].fault = "gets on with nothing"
-        running = asyncio.create_task(client.sample(PROMPT, SamplingParams(max_tokens=4)))
-        await asyncio.to_thread(wait_until, lambda: server.worker._running)
-        arguments = {
-            "train_step": {
-                "data": [datum().to_wire()],
-                "minibatches": [{"indices": [0]}],
-                "loss": {"name": "ppo"},
-                "optimizer": {"learning_rate": 1e-3},
-            },
-            "load": {"name": "first"},
-        }
-        with pytest.raises(DeadlineError, match="none of its running requests ended"):
-            await client.command(command, arguments.get(command, {}))
-        assert (await client.state())["version"] == 0
-        meddling[0].fault = ""
-        assert [v for v, _ in (await running).samples[0].versions] == [0]
-        assert (await client.publish())["version"] == 1
-
-
-async def test_interrupted_requests_that_the_engine_does_not_take_again_fail_with_the_cause(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client, engine = server.client, server.parts.engine
-    running = [asyncio.create_task(client.sample(PROMPT, SamplingParams(max_tokens=200), request_id=str(n))) for n in range(3)]
-    await asyncio.to_thread(wait_until, lambda: len(server.worker._running) == 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "add", lambda _: 1 / 0)
-        with pytest.raises(EngineError, match="what a publish interrupted: division by zero"):
-            await client.publish("abort")
-    for result in await asyncio.gather(*running, return_exceptions=True):
-        assert isinstance(result, EngineError)
-    await client.publish()
-    await client.sample(PROMPT, SamplingParams(max_tokens=1))
-
-
-async def test_an_unexpected_error_in_a_command_fails_that_command_only(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(server.parts.trainer, "optim_step", lambda *_: 1 / 0)
-        with pytest.raises(TrainerError, match="division by zero"):
-            await server.client.optim_step(FAST)
-    await server.client.publish()
 
 
 async def test_a_worker_that_cannot_be_built_says_why() -> None:

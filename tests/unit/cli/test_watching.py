@@ -24,6 +24,7 @@ from opentinker.cli.ps import jobs_view
 from opentinker.cli.top import cluster_screen
 from opentinker.cli.wait import exit_code, reached
 from opentinker.scheduler.gpus import GpuUse
+from opentinker.scheduler.hosting import released
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
 
@@ -42,7 +43,7 @@ def finish(live: Any, job: dict[str, Any], cause: str = "") -> dict[str, Any]:
     live.do(live.world.until(lambda: job["id"] in launcher.ends))
     live.do(lambda: launcher.ends[job["id"]].set_result(DriverOutcome(cause)))
     ended: dict[str, Any] = live.reach(job, "COMPLETED", "FAILED")
-    live.do(live.world.until(lambda: live.world.service._reconciler.released(job["id"])))
+    live.do(live.world.until(lambda: released(live.world.store, job["id"])))
     return ended
 
 
@@ -175,14 +176,16 @@ def test_describe_says_why_a_job_waits_and_shows_no_token(live: Any) -> None:
         assert running["server"]["token"] not in output
 
 
-def test_cancel_takes_several_and_goes_on_after_a_wrong_one(live: Any) -> None:
+@pytest.mark.parametrize("command", ["cancel", "stop"])
+def test_what_ends_jobs_takes_several_and_goes_on_after_a_wrong_one(live: Any, command: str) -> None:
     slots(live, 2)
     first, second = live.submit(), live.submit()
-    result = run(live, "cancel", first["id"], "job-none", second["id"])
+    result = run(live, command, first["id"], "job-none", second["id"])
     assert result.exit_code == 1
-    assert result.stdout.splitlines() == [f"{first['id']} CANCELLED", f"{second['id']} CANCELLED"]
+    shown = [line.partition(":")[0] for line in result.stdout.splitlines()]
+    assert shown == [f"{first['id']} CANCELLED", f"{second['id']} CANCELLED"]
     assert "no job 'job-none'" in result.stderr
-    assert json.loads(run(live, "cancel", first["id"], "--json").stdout)["state"] == "CANCELLED"
+    assert json.loads(run(live, command, first["id"], "--json").stdout)["state"] == "CANCELLED"
 
 
 def test_events_are_printed_until_the_job_has_ended_and_let_go(live: Any) -> None:

@@ -113,7 +113,7 @@ async def test_images_of_any_turn_are_uploaded_first_and_seen_at_their_places() 
     assert server.uploads == [FIRST.sha256, LATER.sha256], "the last one is shown to nobody"
     assert [kinds(prompt) for prompt in server.prompts] == [[4, FIRST.sha256, 1], [4, FIRST.sha256, 3, LATER.sha256, 2]]
     (trajectory,) = episode.trajectories
-    datum = trajectory.to_datum(1.0)
+    datum = trajectory.to_datum()
     assert kinds(datum.chunks) == [4, FIRST.sha256, 3, LATER.sha256, 3]
     assert datum.weights.sum() == 4
     np.testing.assert_array_equal(chunk_tokens(server.prompts[1]), trajectory.tokens[: len(chunk_tokens(server.prompts[1]))])

@@ -37,11 +37,10 @@ def test_masks_follow_from_provenance(prompt: list[int], turns: list[tuple[list[
     assert trajectory.action_tokens == sum(sampled)
     assert sum(n for _, n in trajectory.versions) == sum(sampled)
 
-    datum = trajectory.to_datum(advantage=2.0)
+    datum = trajectory.to_datum()
     assert datum.tokens.tolist() == expected_tokens[:-1]
     assert datum.targets.tolist() == expected_tokens[1:]
     assert datum.weights.tolist() == [float(s) for s in sampled[1:]]
-    assert datum.arrays["advantages"].tolist() == [2.0 * s for s in sampled[1:]]
 
 
 def test_an_action_run_without_its_sample_cannot_be_built() -> None:
@@ -89,7 +88,7 @@ def test_images_keep_their_places_and_are_never_in_the_loss(
         trajectory.append_rendered(RunKind.OBSERVATION, rendered(observation, where))
     np.testing.assert_array_equal(chunk_tokens(trajectory.chunks), trajectory.tokens)
     assert not any(isinstance(a, TokenChunk) and isinstance(b, TokenChunk) for a, b in pairwise(trajectory.chunks))
-    datum = trajectory.to_datum(1.0)
+    datum = trajectory.to_datum()
     assert datum.weights.sum() == trajectory.action_tokens, "whatever is left out at the end, no action is"
     received = Datum.from_wire(unpack(pack(datum.to_wire())))
     assert len(received) == len(datum)

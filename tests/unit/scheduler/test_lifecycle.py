@@ -1,18 +1,29 @@
 """Kinds of jobs, restarts, limits and stops, with everything real but the servers."""
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from opentinker.errors import AuthenticationError, CheckpointError, ConfigError, ConflictError, ServerLostError
+from opentinker.errors import (
+    AuthenticationError,
+    CheckpointError,
+    ConfigError,
+    ConflictError,
+    ServerLostError,
+    UnknownModelError,
+)
 from opentinker.scheduler.api import create_app
 from opentinker.scheduler.clearing import wait_for_memory
 from opentinker.scheduler.gpus import GpuUse
+from opentinker.scheduler.launcher import Launched, ServerSpec
 from opentinker.scheduler.limits import PER_ADDRESS_BURST
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
+from opentinker.server import models
 
 pytestmark = pytest.mark.usefixtures("world")
 DIED = DriverOutcome("the driver process died", lost=True)
@@ -234,6 +245,43 @@ async def test_a_server_that_says_why_it_cannot_start_is_not_started_again(world
     config = {"kind": "inference", "base_model": "broken", "scheduling": {"max_restarts": 100}}
     job = await world.reach(await world.service.submit("admin", config), "FAILED")
     assert job["cause"] == "the model does not fit"
+    assert "restarting" not in kinds_of(world, job)
+
+
+@pytest.mark.parametrize("where", ["the hub is away", "the cache is full"])
+async def test_a_model_that_could_not_be_brought_is_tried_again_and_one_that_does_not_exist_is_not(
+    world: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    """As a server's start brings it."""
+
+    def away(hub_id: str, **_: object) -> str:
+        raise ConnectionError("no route to host")
+
+    def full(file: Path, folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", away)
+    monkeypatch.setattr(models, "KNOWN_MODELS", {"some-model": SimpleNamespace(find=Path, version="1", hint="")})
+    monkeypatch.setattr(models, "check_model", lambda name: None)
+    monkeypatch.setattr(models, "_convert_gguf", full)
+    launch, tries = world.launcher.launch, []
+
+    async def bring(spec: ServerSpec) -> Launched:
+        tries.append(spec.job_id)
+        if len(tries) == 1:
+            models.resolve_model("hub:a/b" if where == "the hub is away" else "some-model", tmp_path)
+        return await launch(spec)
+
+    monkeypatch.setattr(world.launcher, "launch", bring)
+    job = await world.reach(await inference(world, scheduling={"max_restarts": 1}), "RUNNING")
+    assert kinds_of(world, job).count("restarting") == 1
+    await world.service.complete("admin", job["id"])
+
+    async def refuse(spec: ServerSpec) -> Launched:
+        raise UnknownModelError("the model hub has no 'a/b'")
+
+    monkeypatch.setattr(world.launcher, "launch", refuse)
+    job = await world.reach(await inference(world, scheduling={"max_restarts": 1}), "FAILED")
     assert "restarting" not in kinds_of(world, job)
 
 

@@ -1,5 +1,6 @@
 """Runs that are copied to a storage: the scheduler reads there what is not on its node any more."""
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -20,6 +21,7 @@ from opentinker.scheduler import submission as submission_module
 from opentinker.scheduler.placement import Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.settings import Settings
+from opentinker.scheduler.storage_calls import THREADS
 from opentinker.storage import Storage
 
 
@@ -84,7 +86,7 @@ async def test_an_ended_run_is_read_from_the_storage_when_its_folder_is_gone(sto
     stored.launcher.ends[job["id"]].set_result(DriverOutcome(""))
     await stored.reach(job, "COMPLETED")
     await stored.until(lambda: storage.exists(run_dir / "metrics.jsonl"))
-    await stored.until(lambda: not any(name.startswith("copy:") for name in service._reconciler._tasks))
+    await copied(stored)
     shutil.rmtree(run_dir)
     logs = await service.logs("admin", job["id"])
     assert (logs["text"], logs["finished"]) == ("line one\nthe end", True)
@@ -121,7 +123,7 @@ async def lose(stored: Any, job: dict[str, Any]) -> None:
 
 
 async def copied(stored: Any) -> None:
-    await stored.until(lambda: not any(name.startswith("copy:") for name in stored.service._reconciler._tasks))
+    await stored.until(lambda: not stored.service._reconciler.copies.pending)
 
 
 async def test_what_a_jobs_first_node_has_is_older_than_what_its_second_one_copied(stored: Any) -> None:
@@ -161,8 +163,8 @@ async def test_what_a_jobs_first_node_has_is_older_than_what_its_second_one_copi
 async def test_copying_an_earlier_server_s_files_ends_when_the_next_one_copies(
     stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opentinker.scheduler.reconciler.FOLLOW_S", 0.01)
-    monkeypatch.setattr("opentinker.scheduler.reconciler.COPY_TRIES", 10**6)
+    monkeypatch.setattr("opentinker.scheduler.run_copies.FOLLOW_S", 0.01)
+    monkeypatch.setattr("opentinker.scheduler.run_copies.TRIES", 10**6)
     remote = tmp_path / "remote"
     remote.write_text("a file where the folder should be")
     job = await stored.reach(await stored.rl(max_restarts=1), "RUNNING")
@@ -170,13 +172,112 @@ async def test_copying_an_earlier_server_s_files_ends_when_the_next_one_copies(
     log.write_text("one\n")
     stored.launcher.cluster = []
     await lose(stored, job)
-    await stored.until(lambda: any(name.startswith("copy:") for name in stored.service._reconciler._tasks))
+    await stored.until(lambda: stored.service._reconciler.copies.pending == (job["id"],))
     await stored.settle()
     stored.launcher.cluster = [Node("n2", "elsewhere", gpus=0, cpu_slots=1)]
     await copied(stored)
     remote.unlink()
     await stored.settle()
     assert not Storage(stored.settings.storage_url, stored.settings.runs_dir).exists(log)
+
+
+async def test_a_server_that_comes_and_goes_while_the_one_before_is_copied_is_copied_too(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opentinker.scheduler.run_copies.FOLLOW_S", 0.5)
+    remote = tmp_path / "remote"
+    remote.write_text("a file where the folder should be")
+    job = await stored.reach(await stored.rl(max_restarts=1), "RUNNING")
+    log = Path(job["run_dir"]) / "driver.log"
+    log.write_text("one\n")
+    await lose(stored, job)
+    await stored.until(lambda: kinds_of(stored, job).count("running") == 2)
+    log.write_text("one\ntwo\n")
+    await lose(stored, job)
+    await stored.until(lambda: kinds_of(stored, job).count("copying") == 2)
+    remote.unlink()
+    await copied(stored)
+    assert kinds_of(stored, job)[-1] == "copied"
+    assert Storage(stored.settings.storage_url, stored.settings.runs_dir).read(log) == b"one\ntwo\n"
+
+
+async def ended_with_a_log(stored: Any) -> dict[str, Any]:
+    """A job whose last lines the storage, which is away, does not get."""
+    job = await stored.reach(await stored.rl(), "RUNNING")
+    (Path(job["run_dir"]) / "driver.log").write_text("the end\n")
+    await stored.until(lambda: job["id"] in stored.launcher.ends)
+    stored.launcher.ends[job["id"]].set_result(DriverOutcome(""))
+    job = await stored.reach(job, "COMPLETED")
+    await stored.until_free(1)
+    return job
+
+
+def kinds_of(stored: Any, job: dict[str, Any]) -> list[str]:
+    return [event.kind for event in stored.store.events(job["id"])]
+
+
+async def test_what_was_to_be_copied_when_the_scheduler_died_is_copied_by_the_next(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = tmp_path / "remote"
+    remote.write_text("a file where the folder should be")
+    job = await ended_with_a_log(stored)
+    assert kinds_of(stored, job)[-2:] == ["released", "copying"]
+    await stored.crash()
+    remote.unlink()
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    stored.launcher.here = "n2"
+    for _ in range(2):  # another machine has not these files, or older ones
+        stored.boot()
+        assert stored.service._reconciler.copies.pending == ()
+        await stored.settle()
+        await stored.crash()
+    assert kinds_of(stored, job)[-1] == "copying"
+    monkeypatch.undo()
+    stored.boot()
+    await copied(stored)
+    log = Path(job["run_dir"]) / "driver.log"
+    assert Storage(stored.settings.storage_url, stored.settings.runs_dir).read(log) == b"the end\n"
+    assert kinds_of(stored, job)[-1] == "copied"
+    await stored.crash()
+    stored.boot()
+    await stored.settle()
+    assert kinds_of(stored, job).count("copied") == 1, "once and for all"
+
+
+async def test_what_a_later_server_copies_is_not_copied_again_after_a_crash(stored: Any, tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    remote.write_text("a file where the folder should be")
+    job = await stored.reach(await stored.rl(max_restarts=1), "RUNNING")
+    log = Path(job["run_dir"]) / "driver.log"
+    log.write_text("one\n")
+    stored.launcher.cluster = [Node("n2", "elsewhere", gpus=0, cpu_slots=1)]
+    await lose(stored, job)
+    await stored.until(lambda: any(spec.node_id == "n2" for spec in stored.launcher.servers.values()))
+    await stored.crash()
+    remote.unlink()
+    stored.boot()
+    assert stored.service._reconciler.copies.pending == ()
+    await stored.settle()
+    assert not Storage(stored.settings.storage_url, stored.settings.runs_dir).exists(log)
+
+
+@pytest.mark.parametrize("why", ["its folder is gone", "tried 3 times"])
+async def test_what_cannot_be_copied_is_said_and_not_tried_for_ever(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "tried 3 times":
+        monkeypatch.setattr("opentinker.scheduler.run_copies.FOLLOW_S", 0.01)
+        monkeypatch.setattr("opentinker.scheduler.run_copies.TRIES", 3)
+    (tmp_path / "remote").write_text("a file where the folder should be")
+    job = await ended_with_a_log(stored)
+    if why == "its folder is gone":
+        await stored.crash()
+        shutil.rmtree(job["run_dir"])
+        stored.boot()
+    await copied(stored)
+    last = stored.store.events(job["id"])[-1]
+    assert (last.kind, why in last.detail) == ("not_copied", True)
 
 
 @pytest.fixture
@@ -221,10 +322,43 @@ async def test_a_submit_that_the_storage_kept_too_long_leaves_nothing_behind(
     with pytest.raises(UnavailableError, match="did not answer"):
         await stored.interactive(code=code())
     assert (await stored.service.jobs("admin"))["jobs"] == []
-    assert files(stored.settings.runs_dir)
     hanging.set()
     await stored.until(lambda: not list(stored.settings.runs_dir.glob("*/*")) and not files(tmp_path / "remote"))
     await stored.interactive(code=code())
+
+
+async def test_a_submit_that_needs_no_storage_does_not_wait_for_one_that_hangs(
+    stored: Any, hanging: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission_module, "STORAGE_S", 60.0)
+    uploads = [asyncio.create_task(stored.interactive(code=code())) for _ in range(2 * THREADS)]
+    await stored.until(lambda: len(list(stored.settings.runs_dir.glob("*/*/code/mine.py"))) == len(uploads))
+    async with asyncio.timeout(5.0):
+        for key in (None, "key", "key"):
+            await stored.interactive(idempotency_key=key)
+    assert len((await stored.service.jobs("admin"))["jobs"]) == 2
+    for upload in uploads[::2]:  # some of them under way, others not even begun
+        upload.cancel()
+    given_up = await asyncio.gather(*uploads[::2], return_exceptions=True)
+    assert [type(error) for error in given_up] == [asyncio.CancelledError] * THREADS
+    hanging.set()
+    jobs = [*await asyncio.gather(*uploads[1::2]), *(await stored.service.jobs("admin"))["jobs"]]
+    kept = {job["id"] for job in jobs}
+    await stored.until(lambda: {folder.name for folder in stored.settings.runs_dir.glob("*/*")} == kept)
+    await stored.until(lambda: {path.parts[-3] for path in files(tmp_path / "remote")} <= kept)
+
+
+@pytest.mark.parametrize("key", ["key", None])
+async def test_a_retry_that_overtakes_its_first_attempt_is_the_same_job(
+    stored: Any, hanging: threading.Event, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.setattr(submission_module, "STORAGE_S", 60.0)
+    attempts = [asyncio.create_task(stored.interactive(code=code(), idempotency_key=key)) for _ in range(3)]
+    await stored.settle()
+    hanging.set()
+    jobs = {job["id"] for job in await asyncio.gather(*attempts)}
+    assert len(jobs) == (1 if key else 3)
+    await stored.until(lambda: {folder.name for folder in stored.settings.runs_dir.glob("*/*")} == jobs)
 
 
 @pytest.mark.parametrize("why", ["disk", "closing"])

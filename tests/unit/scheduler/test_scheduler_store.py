@@ -169,6 +169,14 @@ def test_past_use_runs_from_the_start_of_resources_to_the_end(store: SqlStore) -
     assert store.past_use(50.0) == []
 
 
+def test_a_jobs_last_event_among_some_kinds_tells_what_is_left_to_do(store: SqlStore) -> None:
+    told = {"none": "", "one": "b", "later": "b x", "over": "b c", "again": "b c b", "other": "x"}
+    store.save(*(job(name) for name in told))
+    store.save(*(Event(name, 0.0, kind) for name, kinds in told.items() for kind in kinds.split()))
+    assert store.jobs_with_last_event("b", among=("b", "c")) == ["one", "later", "again"]
+    assert store.jobs_with_last_event("c", among=("b", "c")) == ["over"]
+
+
 def test_text_is_data_whatever_it_looks_like(store: SqlStore) -> None:
     odd = replace(job("j1", owner=SQL, key=SQL), name=SQL, cause='"; --', config={SQL: "\u0000 ☃"})
     store.save(odd)

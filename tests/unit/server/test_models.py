@@ -1,12 +1,17 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
+import huggingface_hub
 import pytest
+from huggingface_hub import errors
 
-from opentinker.errors import UnknownModelError
+from opentinker.errors import OpenTinkerError, UnavailableError, UnknownModelError
 from opentinker.server import models
 
 
@@ -105,7 +110,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(models, "_convert_gguf", fail)
-    with pytest.raises(UnknownModelError, match="No space left"):
+    with pytest.raises(UnavailableError, match="No space left"):
         models.resolve_model("smollm2-135m", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -152,18 +157,78 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         models.tokenizer_files(tmp_path)
 
 
-def test_a_model_of_the_hub_is_downloaded_and_without_a_network_the_error_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
+def test_a_model_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, **_: str(tmp_path / hub_id))
     assert models.resolve_model("hub:a/b") == tmp_path / "a" / "b"
 
-    def offline(hub_id: str, **_: object) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("cannot find the requested files on the Hub")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(UnknownModelError, match="cannot download 'a/b' from the model hub") as error:
+PASSING = [
+    errors.LocalEntryNotFoundError("cannot find the requested files on the Hub"),
+    errors.OfflineModeIsEnabled("offline"),
+    OSError(28, "No space left on device"),
+    ConnectionResetError(),
+    errors.XetDownloadError("the line is dead"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
+def test_a_download_that_fails_may_succeed_another_time(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(hub_id: str, **_: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UnavailableError, match=r"cannot download 'a/b' from the model hub: .") as caught:
         models.resolve_model("hub:a/b")
-    assert "network" in error.value.hint
+    assert "network" in caught.value.hint
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, str]]]:
+    """A hub that answers every request with (status, error code): the last one that was put there."""
+    answers: list[tuple[int, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, code = answers[-1]
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    real = huggingface_hub.snapshot_download
+    where = {"endpoint": f"http://127.0.0.1:{server.server_port}", "cache_dir": tmp_path, "etag_timeout": 1.0}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, **options: real(hub_id, **options, **where))
+    yield answers
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (404, "RepoNotFound", UnknownModelError),
+        (401, "", UnknownModelError),
+        (403, "GatedRepo", UnknownModelError),
+        (403, "", UnknownModelError),
+        (400, "", UnavailableError),
+        (500, "", UnavailableError),
+    ],
+)
+def test_a_model_that_the_hub_does_not_have_is_unknown_and_a_hub_that_fails_is_away(
+    hub: list[tuple[int, str]], status: int, code: str, kind: type[OpenTinkerError]
+) -> None:
+    hub.append((status, code))
+    with pytest.raises(kind, match="a/b"):
+        models.resolve_model("hub:a/b")
+
+
+def test_what_is_no_hub_id_is_unknown() -> None:
+    with pytest.raises(UnknownModelError, match="has no 'a/b/c'"):
+        models.resolve_model("hub:a/b/c")

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch, Sample, SampleResult, SamplingParams
+from opentinker.client.messages import (
+    AdamParams,
+    Datum,
+    FloatArray,
+    LossConfig,
+    Minibatch,
+    Sample,
+    SampleResult,
+    SamplingParams,
+    TokenScore,
+)
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.training.recorder import Recorder
@@ -46,6 +56,7 @@ class BanditPolicy:
         self.calls: list[str] = []
         self.batches: list[tuple[Sequence[Datum], Sequence[Minibatch]]] = []
         self.optimizers: list[AdamParams] = []
+        self.losses: list[LossConfig] = []
         self.broken: Exception | None = None
         self.saved: dict[str, np.ndarray] = {}
 
@@ -72,6 +83,21 @@ class BanditPolicy:
         )
         return SampleResult(request_id, (sample,), params)
 
+    async def forward(
+        self, data: Sequence[Datum], *, compute: Sequence[TokenScore], temperature: float
+    ) -> dict[TokenScore, list[FloatArray]]:
+        """Its own logprobs; the reference is a policy that has learnt nothing."""
+        self.calls.append(f"forward {' '.join(compute)}")
+        tables = {"logprobs": self.logprobs(), "reference_logprobs": np.full(10, -np.log(10))}
+        known = {token: digit for digit, token in enumerate(self.digits)}
+        return {
+            name: [
+                np.array([tables[name][known[t]] if t in known else 0.0 for t in datum.targets], np.float32) * datum.weights
+                for datum in data
+            ]
+            for name in compute
+        }
+
     async def train_step(
         self,
         data: Sequence[Datum],
@@ -84,6 +110,7 @@ class BanditPolicy:
         self.calls.append("train_step")
         self.batches.append((data, minibatches))
         self.optimizers.append(optimizer)
+        self.losses.append(loss)
         reports = []
         for minibatch in minibatches:
             gradient, tokens = np.zeros(10), 0.0

@@ -1,45 +1,56 @@
-import asyncio
-import time
-from collections.abc import Iterator
-from itertools import count
-from pathlib import Path
-from typing import Any
+"""Groups become data: who is trained on, with which advantages, weights and factors."""
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from opentinker.algorithms.grpo import group_advantages
+from opentinker.algorithms.select import advantage_function
 from opentinker.client.messages import Sample
-from opentinker.config.job import EnvironmentConfig, TasksConfig
-from opentinker.env.environment import Environment
-from opentinker.env.tasks import ListTasks
-from opentinker.errors import ConfigError, EnvironmentLoadError
+from opentinker.config.algorithms import GRPOConfig, KLConfig, OverlongConfig, PolicyGradient
 from opentinker.rollout.trajectory import RunKind, Trajectory
 from opentinker.rollout.types import Episode, Group, Termination
-from opentinker.training.data import JobTasks, build_batch
+from opentinker.training.batch import Batch, Member, build_batch, members_of, teaches, turn_rewards
 
 
-def episode(reward: float, tokens: int = 3, termination: Termination = Termination.DONE) -> Episode:
+def episode(*rewards: float, tokens: int = 3, termination: Termination = Termination.DONE) -> Episode:
+    """One action of `tokens` tokens per reward."""
     trajectory = Trajectory()
     trajectory.append_rendered(RunKind.PROMPT, [1, 2])
-    if tokens:
-        ids = np.arange(tokens, dtype=np.int32)
-        trajectory.append_sample(Sample(ids, np.full(tokens, -0.5, np.float32), "stop", ((0, tokens),)))
-    return Episode("task", 0, termination, [trajectory], rewards=[reward])
+    for turn in range(len(rewards)):
+        if tokens:
+            ids = np.arange(tokens, dtype=np.int32)
+            trajectory.append_sample(Sample(ids, np.full(tokens, -0.5, np.float32), "stop", ((0, tokens),)))
+        if turn + 1 < len(rewards):
+            trajectory.append_rendered(RunKind.OBSERVATION, [7])
+    return Episode("task", 0, termination, [trajectory], rewards=list(rewards))
+
+
+def batch_of(groups: list[Group], config: PolicyGradient | None = None, longest: int = 1) -> Batch:
+    config = config or GRPOConfig()
+    return build_batch(members_of(groups), advantage_function(config), config, longest_tokens=longest)  # type: ignore[arg-type]
 
 
 def test_every_action_token_has_the_same_weight_in_a_minibatch() -> None:
-    batch = build_batch([Group("a", 0, [episode(0.0, 2), episode(1.0, 8)])], group_advantages)
+    batch = batch_of([Group("a", 0, [episode(0.0, tokens=2), episode(1.0, tokens=8)])])
     [minibatch] = batch.minibatches
     assert minibatch.factor == pytest.approx(1 / 10)
     assert batch.action_tokens == 10
 
 
 def test_advantages_belong_to_the_episode_and_only_to_its_actions() -> None:
-    batch = build_batch([Group("a", 0, [episode(0.0), episode(1.0)])], group_advantages)
+    batch = batch_of([Group("a", 0, [episode(0.0), episode(1.0)])])
     low, high = (d.arrays["advantages"] for d in batch.data)
     np.testing.assert_allclose(low, [0, -1, -1, -1], atol=1e-5)
     np.testing.assert_allclose(high, -low)
+
+
+def test_credit_by_turn_gives_each_action_what_it_and_later_ones_earned() -> None:
+    config = GRPOConfig(credit="turn", discount=0.5, normalize_std=False)
+    batch = batch_of([Group("a", 0, [episode(0.0, 1.0, tokens=2), episode(0.0, 0.0, tokens=2)])], config)
+    # Returns 0.5, 1 and 0, 0; their mean is 0.375.
+    np.testing.assert_allclose(batch.data[0].arrays["advantages"], [0, 0.125, 0.125, 0, 0.625, 0.625], atol=1e-6)
+    np.testing.assert_allclose(batch.data[1].arrays["advantages"], [0, -0.375, -0.375, 0, -0.375, -0.375], atol=1e-6)
 
 
 def test_truncated_episodes_train_and_failed_or_empty_ones_do_not() -> None:
@@ -53,94 +64,72 @@ def test_truncated_episodes_train_and_failed_or_empty_ones_do_not() -> None:
         ],
         failures=[episode(9.0, termination=Termination.ERROR_ENV)],
     )
-    batch = build_batch([group], group_advantages)
+    batch = batch_of([group])
     assert len(batch.data) == 2
     np.testing.assert_allclose(batch.data[1].arrays["advantages"], [0, 1, 1, 1], atol=1e-5)
 
 
 def test_groups_are_dealt_over_the_minibatches_and_epochs_repeat_them() -> None:
     groups = [Group(i, i, [episode(0.0), episode(1.0)]) for i in range(5)]
-    batch = build_batch(groups, group_advantages, minibatches=2, epochs=3)
+    batch = batch_of(groups, GRPOConfig(minibatches=2, epochs=3))
     assert [m.indices for m in batch.minibatches] == [(0, 1, 4, 5, 8, 9), (2, 3, 6, 7)] * 3
 
 
 def test_fewer_groups_than_minibatches_leave_no_empty_minibatch() -> None:
-    batch = build_batch([Group("a", 0, [episode(0.0), episode(1.0)])], group_advantages, minibatches=4)
+    batch = batch_of([Group("a", 0, [episode(0.0), episode(1.0)])], GRPOConfig(minibatches=4))
     assert len(batch.minibatches) == 1
 
 
+FLAT = [Group("a", 0, [episode(1.0), episode(1.0)]), Group("b", 1, [episode(0.5)]), Group("c", 2, [])]
+
+
 def test_groups_without_variance_are_left_out_and_counted() -> None:
-    groups = [Group("a", 0, [episode(1.0), episode(1.0)]), Group("b", 1, [episode(0.5)]), Group("c", 2, [])]
-    batch = build_batch(groups, group_advantages)
+    batch = batch_of(FLAT)
     assert (batch.data, batch.minibatches, batch.zero_variance_groups) == ([], [], 2)
+    assert [teaches(group) for group in FLAT] == [False, False, False]
+    assert teaches(Group("d", 3, [episode(0.0), episode(1.0)]))
 
 
-def tasks_of(environment: type[Environment], timeout_s: float = 10.0, **config: Any) -> JobTasks:
-    return JobTasks(environment, EnvironmentConfig(name="x", **config), timeout_s=timeout_s)
+@pytest.mark.parametrize("config", [GRPOConfig(entropy_coefficient=0.1), GRPOConfig(kl=KLConfig(coefficient=0.1))])
+def test_they_stay_where_another_term_has_a_gradient_for_them(config: GRPOConfig) -> None:
+    batch = batch_of(FLAT, config)
+    assert (len(batch.data), batch.zero_variance_groups) == (3, 2)
 
 
-async def test_tasks_depend_on_seed_and_place_alone() -> None:
-    async def drawn(seed: int, start: int, count: int = 50) -> list[int]:
-        return [t["seed"] for t in await tasks_of(Environment).draw(seed, start, count)]
+@given(lengths=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5), parts=st.integers(1, 3))
+def test_aggregations_are_what_they_are_called(lengths: list[tuple[int, int]], parts: int) -> None:
+    groups = [Group(i, i, [episode(0.0, tokens=a), episode(1.0, tokens=b)]) for i, (a, b) in enumerate(lengths)]
 
-    assert await drawn(0, 0) == await drawn(0, 0)
-    assert len({*await drawn(0, 0), *await drawn(0, 50), *await drawn(1, 0)}) == 150
-    assert await drawn(0, 0, 20) + await drawn(0, 20, 30) == await drawn(0, 0)
+    def totals(config: GRPOConfig) -> list[list[float]]:
+        """The coefficient of each datum's summed token losses, times its tokens."""
+        batch = batch_of(groups, config.model_copy(update={"minibatches": parts}), longest=10)
+        return [[float(m.factor * batch.data[i].weights.sum()) for i in m.indices] for m in batch.minibatches]
 
-
-async def test_a_file_that_the_config_names_replaces_the_environments_own_tasks(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"q": "a"}\n{"q": "b"}\n')
-    config = EnvironmentConfig(name="x", train_tasks=TasksConfig(name="t.jsonl", columns={"question": "q"}))
-    tasks = JobTasks(Environment, config, timeout_s=10.0, base_dir=tmp_path)
-    assert sorted(t["question"] for t in await tasks.draw(0, 0, 4)) == ["a", "a", "b", "b"]
-    assert await tasks.held_out(5) == []
-    missing = JobTasks(Environment, EnvironmentConfig(name="x", held_out_tasks=TasksConfig(name="no.csv")), timeout_s=10.0)
-    with pytest.raises(ConfigError, match=r"no.csv does not exist"):
-        await missing.held_out(5)
-
-
-async def test_sources_given_in_python_come_before_everything() -> None:
-    tasks = JobTasks(
-        Environment,
-        EnvironmentConfig(name="x"),
-        timeout_s=10.0,
-        sources={"train": ListTasks([7]), "held_out": ListTasks([8, 9])},
+    for shares in totals(GRPOConfig(aggregation="token_mean")):
+        assert sum(shares) == pytest.approx(1)
+    for shares in totals(GRPOConfig(aggregation="sequence_mean")):
+        assert shares == pytest.approx([1 / len(shares)] * len(shares))
+    for number, shares in enumerate(totals(GRPOConfig(aggregation="constant"))):
+        tokens = [n for pair in lengths[number::parts] for n in pair]
+        assert shares == pytest.approx([n / (10 * len(tokens)) for n in tokens])
+    assert totals(GRPOConfig(aggregation="constant", constant_tokens=5))[0][0] == pytest.approx(
+        2 * totals(GRPOConfig(aggregation="constant"))[0][0]
     )
-    assert (await tasks.draw(0, 3, 2), await tasks.held_out(1)) == ([7, 7], [8])
 
 
-async def test_an_environment_that_cannot_make_tasks_is_named() -> None:
-    class Broken(Environment):
-        @classmethod
-        def make_task(cls, seed: int) -> None:
-            raise KeyError("words.txt")
-
-        @classmethod
-        def held_out_tasks(cls) -> list[int]:
-            raise KeyError("words.txt")
-
-    with pytest.raises(EnvironmentLoadError, match=r"Broken.make_task raised KeyError: 'words.txt'"):
-        await tasks_of(Broken).draw(0, 0, 1)
-    with pytest.raises(EnvironmentLoadError, match=r"Broken.held_out_tasks raised KeyError"):
-        await tasks_of(Broken).held_out(3)
+def member(*rewards: float, reference: float = -0.5) -> Member:
+    [[found]] = members_of([Group("a", 0, [episode(*rewards)])])
+    arrays = {**found.data[0].arrays, "reference_logprobs": np.full(len(found.data[0]), reference, np.float32)}
+    return Member(found.episode, (type(found.data[0])(found.data[0].chunks, found.data[0].targets, arrays),))
 
 
-async def test_an_environment_that_makes_tasks_for_ever_is_named_and_stalls_nobody() -> None:
-    class Endless(Environment):
-        @classmethod
-        def make_task(cls, seed: int) -> None:
-            time.sleep(60.0)
+def test_length_is_paid_for_by_the_last_turn() -> None:
+    config = GRPOConfig(overlong=OverlongConfig(limit_tokens=8, buffer_tokens=4, penalty=2.0))
+    np.testing.assert_allclose(turn_rewards(member(1.0, 1.0), config), [1.0, 1.0 - 2.0 * 2 / 4])
 
-        @classmethod
-        def held_out_tasks(cls) -> Iterator[int]:  # type: ignore[override]
-            return count()
 
-    drawing = asyncio.create_task(tasks_of(Endless, 0.2).draw(0, 0, 1))
-    ticks = 0
-    while not drawing.done():
-        await asyncio.sleep(0.005)
-        ticks += 1
-    assert ticks > 5
-    with pytest.raises(EnvironmentLoadError, match=r"Endless.make_task did not return within 0.2 s"):
-        drawing.result()
-    assert await tasks_of(Endless).held_out(3) == [0, 1, 2]
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.25), ("k2", 0.03125), ("k3", np.exp(-0.25) - 1 + 0.25)])
+def test_distance_from_the_reference_is_paid_for_by_its_turn(estimator: str, expected: float) -> None:
+    config = GRPOConfig(kl=KLConfig(coefficient=2.0, estimator=estimator, place="reward"))  # type: ignore[arg-type]
+    paid = turn_rewards(member(1.0, 0.0, reference=-0.75), config)
+    np.testing.assert_allclose(paid, np.array([1.0, 0.0]) - 2.0 * 3 * expected, rtol=1e-6)

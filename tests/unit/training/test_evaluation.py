@@ -1,10 +1,12 @@
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opentinker.rollout.types import Episode, Group, Termination
-from opentinker.training.evaluation import bootstrap, summarize_groups
+from opentinker.training.evaluation import bootstrap, pass_at_k, summarize_groups
 
 
 def episode(reward: float, termination: Termination = Termination.DONE, **metrics: float) -> Episode:
@@ -65,3 +67,23 @@ def test_nothing_usable_gives_no_estimate() -> None:
     assert summarize_groups([Group("a", 0, failures=[episode(0.0, Termination.ERROR_ENV)])]) is None
     with pytest.raises(ValueError, match="at least one task"):
         bootstrap([])
+
+
+@given(samples=st.integers(1, 7), data=st.data())
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_correct_one(samples: int, data: st.DataObject) -> None:
+    correct, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    choices = list(combinations([i < correct for i in range(samples)], k))
+    assert pass_at_k(samples, correct, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_pass_at_k_counts_tasks_with_enough_samples_and_needs_whole_success() -> None:
+    groups = [
+        Group("a", 0, [episode(0.0, exact=1.0), episode(0.0, exact=0.0)]),
+        Group("b", 1, [episode(1.0), episode(0.99)]),
+        Group("c", 2, [episode(0.5)]),
+    ]
+    result = summarize_groups(groups, pass_at=(1, 2, 3))
+    assert result is not None
+    assert {k: e.mean for k, e in result.pass_at.items()} == {1: pytest.approx(1 / 3), 2: 1.0}
+    with pytest.raises(ValueError, match="at least 3 samples"):
+        pass_at_k(2, 1, 3)

@@ -130,3 +130,31 @@ def test_the_last_checkpoint_is_the_latest_that_is_whole(tmp_path) -> None:
         (tmp_path / "checkpoints" / name / "manifest.json").touch()
     (tmp_path / "checkpoints" / "step-000011").mkdir()
     assert last_checkpoint(tmp_path) == 10
+
+
+async def test_images_of_a_transcript_are_kept_as_files_and_shown_in_the_page(policy, seven, make_config, recorder) -> None:
+    from io import BytesIO
+
+    from PIL import Image as Pillow
+
+    from opentinker.images import Image
+    from opentinker.rollout.types import Episode, Termination
+    from opentinker.training.transcripts import images_of, transcript_row
+
+    encoded = BytesIO()
+    Pillow.new("RGB", (8, 8), "red").save(encoded, format="PNG")
+    image = Image(encoded.getvalue())
+    content = [{"type": "text", "text": "what <is> it?"}, {"type": "image", "image": image}]
+    episode = Episode("task", 0, Termination.DONE, messages=[{"role": "user", "content": content}], rewards=[1.0])
+    await (await RLLoop.connect(make_config(), seven, policy, recorder)).run(1)
+    recorder.transcript(transcript_row(episode, step=1, phase="evaluation"), images_of(episode))
+    recorder.finish(wall_s=1.0, checkpoint=None)
+    [path] = (recorder.folder / "images").iterdir()
+    assert path.read_bytes() == image.data
+    row = json.loads((recorder.folder / "transcripts.jsonl").read_text().splitlines()[-1])
+    assert row["messages"][0]["content"][1] == {"type": "image", "file": f"images/{path.name}"}
+    page = render_report(
+        recorder._config, recorder.rows, [row], {**json.loads((recorder.folder / "summary.json").read_text())}, recorder.folder
+    )
+    assert image.data_url() in page
+    assert "what &lt;is&gt; it?" in page

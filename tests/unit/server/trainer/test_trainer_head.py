@@ -47,6 +47,25 @@ def test_logprobs_and_gradients_are_those_of_the_whole_softmax(cap: float, tempe
 
 
 @pytest.mark.usefixtures("many_slices")
+@SHAPES
+def test_gradients_of_entropies_are_those_of_the_whole_softmax(cap: float, temperature: float) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, HIDDEN).requires_grad_(), torch.randn(VOCABULARY, HIDDEN)
+    targets, gradients = torch.randint(0, VOCABULARY, (ROWS,)), torch.randn(2, ROWS)
+    weight_grad = torch.ones_like(weight)
+    both = head.logprobs_and_entropies(hidden, weight, targets, weight_grad, cap=cap, temperature=temperature)
+    torch.autograd.backward(both, list(gradients))
+    hidden64, weight64 = hidden.detach().double().requires_grad_(), weight.double().requires_grad_()
+    logprobs64 = plain_softmax(hidden64, weight64, cap, temperature)
+    chosen, entropies = logprobs64[torch.arange(ROWS), targets], -(logprobs64.exp() * logprobs64).sum(1)
+    torch.autograd.backward((chosen, entropies), list(gradients.double()))
+    assert hidden64.grad is not None
+    assert weight64.grad is not None
+    torch.testing.assert_close(hidden.grad, hidden64.grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight_grad - 1, weight64.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("many_slices")
 def test_extreme_logits_stay_finite() -> None:
     hidden = (torch.eye(ROWS, HIDDEN) * 300).requires_grad_()
     weight = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0))

@@ -1,24 +1,16 @@
-"""What a step draws and what it trains on: tasks from a seed, groups of episodes turned into data and minibatches."""
+"""The tasks of a job, whose code is the user's: every call has a deadline."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from opentinker.client.messages import Datum, FloatArray, Minibatch
 from opentinker.config.job import EnvironmentConfig
 from opentinker.env.datasets import load_tasks
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.env.threads import UserThreads
 from opentinker.errors import EnvironmentLoadError, OpenTinkerError
-from opentinker.rollout.types import Group
-
-AdvantageFn = Callable[[FloatArray], FloatArray]
-"""Rewards of one group's episodes, float32[G] -> their advantages, float32[G]."""
 
 
 class JobTasks:
@@ -96,41 +88,3 @@ class JobTasks:
 
     def _is_simple(self) -> bool:
         return self._environment.task_source.__func__ is Environment.task_source.__func__  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one training step sends to the server."""
-
-    data: list[Datum] = field(default_factory=list)
-    minibatches: list[Minibatch] = field(default_factory=list)
-    action_tokens: int = 0
-    zero_variance_groups: int = 0
-    """Groups whose advantages are all zero: they give no gradient and are left out."""
-
-
-def build_batch(groups: Sequence[Group], advantages: AdvantageFn, *, minibatches: int = 1, epochs: int = 1) -> Batch:
-    """Data of every episode that trains, its group's advantages attached.
-
-    Groups are dealt over `minibatches` optimizer steps, whose losses are means over their action tokens; the whole is
-    repeated `epochs` times. A minibatch that got no group is left out.
-    """
-    data: list[Datum] = []
-    dealt: list[list[int]] = [[] for _ in range(minibatches)]
-    zero_variance = hand = 0
-    for group in groups:
-        episodes = [e for e in group.episodes if e.trains]
-        if not episodes:
-            continue
-        values = advantages(np.array([e.reward for e in episodes], np.float32))
-        if not values.any():
-            zero_variance += 1
-            continue
-        for episode, advantage in zip(episodes, values, strict=True):
-            for trajectory in episode.trajectories:
-                dealt[hand].append(len(data))
-                data.append(trajectory.to_datum(float(advantage)))
-        hand = (hand + 1) % minibatches
-    tokens = [float(d.weights.sum()) for d in data]
-    once = [Minibatch(indices=tuple(part), factor=1.0 / sum(tokens[i] for i in part)) for part in dealt if part]
-    return Batch(data, once * epochs, int(sum(tokens)), zero_variance)

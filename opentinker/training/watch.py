@@ -1,0 +1,81 @@
+"""Watches a run's rows for the end of learning and for its collapse. Pure: rows in, a verdict out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opentinker.config.job import StopConfig
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong, in words; `final` when no lower learning rate can help."""
+
+    reason: str
+    final: bool
+
+
+class Watch:
+    """Feed it every row in order; after a resume, the rows that stand first."""
+
+    def __init__(self, config: StopConfig, metric: str) -> None:
+        self._config = config
+        self._metric = metric
+        self.best: float | None = None
+        """The best evaluation so far."""
+        self._since_best = 0
+        self._falls = 0
+        self._last: float | None = None
+
+    def row(self, row: Mapping[str, Any]) -> Verdict | None:
+        """What the row shows, if it is something to act on."""
+        match row["kind"]:
+            case "evaluation":
+                return self._evaluation(row)
+            case "step":
+                return self._step(row)
+        return None
+
+    def improves(self, row: Mapping[str, Any]) -> bool:
+        """Whether this evaluation is better than all before it. Ask before `row` sees it."""
+        value = score(row, self._metric)
+        return value is not None and (self.best is None or value > self.best)
+
+    def _evaluation(self, row: Mapping[str, Any]) -> Verdict | None:
+        value = score(row, self._metric)
+        if value is None:
+            return None
+        self._falls = self._falls + 1 if self._last is not None and value < self._last else 0
+        self._since_best = 0 if self.improves(row) else self._since_best + 1
+        self.best = value if self.best is None else max(self.best, value)
+        self._last = value
+        config = self._config
+        if config.plateau is not None and self._since_best >= config.plateau:
+            return Verdict(f"{self._metric} has not risen above {self.best:.3f} in {self._since_best} evaluations", final=True)
+        if config.falls is not None and self._falls >= config.falls:
+            self._falls, fallen = 0, self._falls
+            return Verdict(f"{self._metric} has fallen {fallen} evaluations in a row, to {value:.3f}", final=False)
+        return None
+
+    def _step(self, row: Mapping[str, Any]) -> Verdict | None:
+        limits = {
+            "grad_norm": self._config.max_grad_norm,
+            "mismatch_kl_mean": self._config.max_mismatch_kl,
+            "reference_kl_mean": self._config.max_reference_kl,
+        }
+        for name, limit in limits.items():
+            value = row.get(name)
+            if limit is not None and value is not None and value > limit:
+                return Verdict(f"{name} is {value:.4g} at step {row['step']}, above its limit {limit:g}", final=False)
+        return None
+
+
+def score(row: Mapping[str, Any], metric: str) -> float | None:
+    """An evaluation's value of a metric: `reward`, `exact`, `pass@4`, or one that the environment reports."""
+    if metric == "reward":
+        value = row["reward_mean"]
+    else:
+        value = (
+            row.get("pass_at", {}).get(metric.removeprefix("pass@")) if metric.startswith("pass@") else row["env"].get(metric)
+        )
+    return None if value is None else float(value)

@@ -1,0 +1,98 @@
+"""All moves of a job from state to state, once it was submitted: each is recorded with why, and known to all who count."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from opentinker.config.job import parse_job
+from opentinker.scheduler.job_clocks import JobClocks
+from opentinker.scheduler.journal import Journal, storable
+from opentinker.scheduler.metrics import SchedulerMetrics
+from opentinker.scheduler.placement import Allocation
+from opentinker.scheduler.queue_view import QueueView
+from opentinker.scheduler.records import RESTARTING, RETURNED, STARTING, STOP_REQUESTED, Job, Policy, Server
+from opentinker.scheduler.states import JobState, ServerState, move_job
+from opentinker.scheduler.store import JobStore
+from opentinker.scheduler.warming import Warmth
+
+
+class JobMoves:
+    def __init__(
+        self,
+        store: JobStore,
+        journal: Journal,
+        queue: QueueView,
+        clocks: JobClocks,
+        warmth: Warmth,
+        metrics: SchedulerMetrics,
+        now: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._journal = journal
+        self._queue = queue
+        self._clocks = clocks
+        self._warmth = warmth
+        self._metrics = metrics
+        self._now = now
+
+    def start(self, job: Job, where: Allocation) -> None:
+        """Give a queued job a place, and a server to come there."""
+        config = parse_job(job.config)
+        demand = where.demand
+        server = Server(
+            id=f"srv-{secrets.token_hex(5)}",
+            state=ServerState.STARTING,
+            base_model=config.base_model,
+            node_id=where.node_id,
+            gpus=demand.gpus,
+            cpu_slots=demand.cpu_slots,
+        )
+        policy = Policy(f"pol-{secrets.token_hex(8)}", job.id, server.id)
+        started = replace(job, state=move_job(job.state, JobState.STARTING))
+        first = self._store.holding_since(job.id) is None
+        event = self._journal.event(job.id, STARTING, f"{demand} on node {where.node_id}")
+        self._store.save(server, started, policy, event)
+        self._queue.started(job.id, self._now())
+        self._warmth.left(job.id, where.node_id)
+        self._journal.announce(job.id, STARTING, server=server.id, node=where.node_id)
+        if first:
+            self._metrics.queue_wait.observe(max(0.0, self._now() - job.created_at))
+
+    def run(self, job: Job) -> None:
+        """The job's server is up."""
+        running = replace(job, state=move_job(job.state, JobState.RUNNING), started_at=self._now())
+        self._journal.record(running, "running")
+
+    def restart(self, job: Job, cause: str, *, counted: bool) -> None:
+        """Put a job back into the queue; its server is stopped by the loop."""
+        queued = replace(job, state=move_job(job.state, JobState.QUEUED), started_at=None)
+        self._journal.record(queued, RESTARTING if counted else RETURNED, cause)
+        self._queue.released(job, self._now())
+        self._clocks.queued(job.id)
+
+    def end(self, job: Job, state: JobState, cause: str = "") -> Job:
+        """Move a job to an end state; its server is stopped by the loop.
+
+        Raises:
+            ConflictError: the job has ended, or cannot end like that.
+        """
+        ended = replace(job, state=move_job(job.state, state), cause=storable(cause), ended_at=self._now())
+        self._journal.record(ended, state.lower(), cause)
+        self._queue.released(job, self._now())
+        self._clocks.ended(job.id)
+        self._warmth.left(job.id)
+        self._metrics.jobs_ended.labels(state).inc()
+        return ended
+
+    def stop(self, job: Job, cause: str) -> None:
+        """End a job after a checkpoint, if it is RUNNING; the loop sees to it, in this life or the next.
+
+        Raises:
+            ConflictError: the job has ended.
+        """
+        if job.state is not JobState.RUNNING:
+            self.end(job, JobState.CANCELLED, cause)
+            return
+        self._store.save(self._journal.event(job.id, STOP_REQUESTED, cause))
+        self._queue.stopping(job.id, cause)
+        self._journal.wake()

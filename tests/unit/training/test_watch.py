@@ -1,0 +1,116 @@
+"""The end of learning and its collapse are seen in the rows; a run is saved before anything is done about it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opentinker.config.job import EvaluationConfig, StopConfig
+from opentinker.env.environment import Environment
+from opentinker.training.recorder import Recorder
+from opentinker.training.rl import RLLoop
+from opentinker.training.watch import Watch
+
+
+def evaluation(value: float) -> dict[str, Any]:
+    return {"kind": "evaluation", "step": 0, "reward_mean": value, "env": {"exact": value}, "pass_at": {"4": value}}
+
+
+scores = st.lists(st.integers(0, 10).map(lambda n: n / 10), max_size=25)
+
+
+@given(values=scores, plateau=st.integers(1, 4))
+def test_a_plateau_is_as_many_evaluations_without_a_new_best(values: list[float], plateau: int) -> None:
+    watch = Watch(StopConfig(plateau=plateau), "exact")
+    for i, value in enumerate(values):
+        best = max(range(i + 1), key=lambda j: (values[j], -j))
+        assert watch.improves(evaluation(value)) == (best == i)
+        verdict = watch.row(evaluation(value))
+        assert (verdict is not None) == (i - best >= plateau)
+        assert verdict is None or verdict.final
+
+
+@given(values=scores, falls=st.integers(1, 4))
+def test_falls_are_in_a_row_and_are_told_once(values: list[float], falls: int) -> None:
+    watch = Watch(StopConfig(falls=falls), "reward")
+    told = [i for i, value in enumerate(values) if watch.row(evaluation(value))]
+    fallen, expected = 0, []
+    for i in range(1, len(values)):
+        fallen = fallen + 1 if values[i] < values[i - 1] else 0
+        if fallen == falls:
+            expected.append(i)
+            fallen = 0
+    assert told == expected
+
+
+def test_limits_of_a_step_are_named() -> None:
+    watch = Watch(StopConfig(max_grad_norm=10.0, max_mismatch_kl=0.1, max_reference_kl=1.0), "exact")
+    row = {"kind": "step", "step": 7, "grad_norm": 5.0, "mismatch_kl_mean": None, "reference_kl_mean": 0.5}
+    assert watch.row(row) is None
+    verdict = watch.row({**row, "grad_norm": 11.0})
+    assert verdict is not None
+    assert verdict.reason == "grad_norm is 11 at step 7, above its limit 10"
+
+
+class Sinking(Environment):
+    """Every episode earns less than the one before, whatever is said: 10 of a step and 5 of an evaluation on average."""
+
+    played = 0
+
+    @classmethod
+    def held_out_tasks(cls) -> list[int]:
+        return [0]
+
+    def reset(self, task: Any) -> str:
+        return "?"
+
+    def step(self, action: Any) -> Any:
+        from opentinker.env.environment import StepResult
+
+        type(self).played += 1
+        return StepResult(-float(self.played), done=True)
+
+
+async def run(policy: Any, config: Any, recorder: Recorder, steps: int = 12) -> dict[str, Any]:
+    Sinking.played = 0
+    await (await RLLoop.connect(config, Sinking, policy, recorder)).run(steps)
+    return recorder.finish(wall_s=1.0, checkpoint=None)
+
+
+async def test_a_run_that_falls_is_saved_and_ends(policy, make_config, recorder) -> None:
+    config = make_config(
+        evaluation={"every": 1, "metric": "reward"}, training={"stop": {"falls": 3}, "optimizer": {"learning_rate": 0.1}}
+    )
+    summary = await run(policy, config, recorder)
+    assert "reward has fallen 3 evaluations in a row" in summary["stopped"]
+    assert summary["steps"] == 3
+    assert policy.calls[-1] == "save stopped-early"
+    assert [r["step"] for r in recorder.rows if r["kind"] == "evaluation"] == [0, 1, 2, 3]
+
+
+async def test_or_it_learns_more_slowly_and_stops_at_the_third_time(policy, make_config, recorder) -> None:
+    config = make_config(
+        evaluation={"every": 1, "metric": "reward"},
+        training={"stop": {"falls": 2, "action": "reduce", "factor": 0.5}, "optimizer": {"learning_rate": 0.1}},
+    )
+    summary = await run(policy, config, recorder)
+    assert [o.learning_rate for o in policy.optimizers] == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025, 0.025])
+    assert [r["action"] for r in recorder.rows if r["kind"] == "stopping"] == ["learning rate x 0.5"] * 2 + ["stopped"]
+    assert summary["stopped"]
+
+
+async def test_the_best_checkpoint_is_that_of_the_best_evaluation(policy, seven, make_config, recorder) -> None:
+    config = make_config(evaluation={"every": 1, "keep_best": True})
+    await (await RLLoop.connect(config, seven, policy, recorder)).run(6)
+    rows = [r for r in recorder.rows if r["kind"] == "evaluation"]
+    risen = sum(r["exact"] > max([e["exact"] for e in rows[:i]], default=-1) for i, r in enumerate(rows))
+    assert policy.calls.count("save best") == risen >= 2
+
+
+def test_metrics_that_will_not_be_there_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs 4 in pass_at"):
+        EvaluationConfig(metric="pass@4")
+    with pytest.raises(ValueError, match="needs samples_per_task of at least that"):
+        EvaluationConfig(pass_at=(16,), samples_per_task=8)
+    assert EvaluationConfig(metric="pass@4", pass_at=(4,)).metric == "pass@4"
