@@ -57,6 +57,7 @@ class PolicyClient:
         self._uploading = asyncio.Lock()
         self._uploaded: dict[str, IntArray] = {}
         """The tokens of each image that was sent, by its hash."""
+        self._expansions: dict[bytes, IntArray] = {}
 
     async def info(self) -> dict[str, Any]:
         """base_model, engine, max_model_len, vocab_size, stop_token_ids, device, and image_placeholder: the text that the chat
@@ -90,7 +91,10 @@ class PolicyClient:
             for part in _parts({sha256: data for sha256, data in wanted.items() if sha256 not in self._uploaded}):
                 body = wire.pack({"images": list(part.values())})
                 answer = await self._http.request("POST", f"{self._path}/images", content=body, deadline_s=UPLOAD_DEADLINE_S)
-                self._uploaded |= {sha256: np.asarray(answer["images"][sha256]["tokens"], np.int32) for sha256 in part}
+                for sha256 in part:
+                    tokens = np.asarray(answer["images"][sha256]["tokens"], np.int32)
+                    # Images of one size have the same tokens: they are kept once.
+                    self._uploaded[sha256] = self._expansions.setdefault(tokens.tobytes(), tokens)
             return {sha256: ImageChunk(sha256, self._uploaded[sha256], data) for sha256, data in wanted.items()}
 
     async def _upload_again(self, chunks: Iterable[Chunk], error: ImageMissingError) -> None:
