@@ -283,6 +283,31 @@ def test_a_placeholder_token_that_was_sampled_is_a_token_like_others(
     np.testing.assert_allclose(found[1:], expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+def test_pictures_that_are_cut_into_tiles_are_seen_whole(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    model_dir = build_tiny_vlm(tmp_path / "tiles", tiles=True)
+    store = ImageStore(ImageProcessor(model_dir))
+    shown = [ImageChunk(sha256, ids) for sha256, ids in store.add([picture(1, 64, 40), picture(2, 20, 64)]).items()]
+    assert all(len(image.tokens) > 2 * (IMAGE_TOKENS + 2) for image in shown)
+    prompt = (tokens(START), shown[0], tokens(QUESTION), shown[1], tokens(ASIDE))
+    config = EngineConfig(kind=kind, max_model_len=256, max_num_seqs=4, cache_gib=0.05)
+    engine = create_engine(model_dir, config, "float32", lora=None, stop_token_ids=(2,), images=store)
+    try:
+        (found,) = engine.prompt_logprobs([prompt])
+    finally:
+        engine.close()
+    oracle = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
+    ids = torch.from_numpy(chunk_tokens(prompt).astype(np.int64))[None]
+    with torch.inference_mode():
+        pixels = pixels_of(model_dir, picture(1, 64, 40), picture(2, 20, 64))
+        logprobs = oracle(input_ids=ids, **pixels).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+    np.testing.assert_allclose(found[1:], expected, atol=1e-4)
+    TorchTrainer(model_dir, TrainerConfig(dtype="float32"), device="cpu", images=store)  # proves the same of itself
+
+
 def test_a_processor_that_does_not_belong_to_the_model_is_an_error_before_anything_is_trained(tmp_path: Path) -> None:
     model_dir = build_tiny_vlm(tmp_path / "wrong", image_seq_len=IMAGE_TOKENS + 1)
     store = ImageStore(ImageProcessor(model_dir))

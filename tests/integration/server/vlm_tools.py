@@ -34,9 +34,9 @@ CORPUS = [
 ]
 
 
-def build_tiny_vlm(folder: Path, *, seed: int = 0, image_seq_len: int = IMAGE_TOKENS) -> Path:
-    """Write a random float32 Idefics3 (text: hidden 64, head_dim 32, tied head, context 512; pictures of 32 x 32 in tiles) with
-    its image processor and a byte-level BPE tokenizer with ChatML tokens into `folder`."""
+def build_tiny_vlm(folder: Path, *, seed: int = 0, image_seq_len: int = IMAGE_TOKENS, tiles: bool = False) -> Path:
+    """Write a random float32 Idefics3 (text: hidden 64, head_dim 32, tied head, context 512; pictures scaled to 32 x 32, or with
+    `tiles` cut into such tiles) with its image processor and a byte-level BPE tokenizer with ChatML tokens into `folder`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, PreTrainedTokenizerFast
@@ -100,7 +100,7 @@ def build_tiny_vlm(folder: Path, *, seed: int = 0, image_seq_len: int = IMAGE_TO
                 parameter.normal_(0.0, 0.15)
     model.save_pretrained(folder)
     pictures = Idefics3ImageProcessorPil(
-        size={"longest_edge": 2 * IMAGE_SIZE}, max_image_size={"longest_edge": IMAGE_SIZE}, do_image_splitting=False
+        size={"longest_edge": 2 * IMAGE_SIZE}, max_image_size={"longest_edge": IMAGE_SIZE}, do_image_splitting=tiles
     )
     Idefics3Processor(pictures, fast, image_seq_len=image_seq_len, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     return folder
