@@ -35,7 +35,7 @@ CORPUS = [
 
 
 def build_tiny_vlm(folder: Path, *, seed: int = 0, image_seq_len: int = IMAGE_TOKENS, tiles: bool = False) -> Path:
-    """Write a random float32 Idefics3 (text: hidden 64, head_dim 32, tied head, context 512; pictures scaled to 32 x 32, or with
+    """Write a random float32 Idefics3 (text: hidden 64, head_dim 32, tied head, context 512; pictures of 32 x 32, or with
     `tiles` cut into such tiles) with its image processor and a byte-level BPE tokenizer with ChatML tokens into `folder`."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
