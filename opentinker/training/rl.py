@@ -6,7 +6,7 @@ the policy it is given (HTTP in practice) and the recorder (files).
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,10 @@ from opentinker.algorithms.select import advantage_function
 from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.messages import (
     AdamParams,
+    Chunk,
     Datum,
     FloatArray,
+    ImageChunk,
     IntArray,
     LossConfig,
     Minibatch,
@@ -30,7 +32,8 @@ from opentinker.config.algorithms import PolicyGradient
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
-from opentinker.errors import EpisodesFailedError
+from opentinker.errors import ConfigError, EpisodesFailedError
+from opentinker.images import Image
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.runner import RolloutRunner
@@ -60,7 +63,11 @@ class TrainablePolicy(Protocol):
 
     async def tokenizer_files(self) -> dict[str, bytes]: ...
 
-    async def sample(self, prompt: IntArray, params: SamplingParams, *, request_id: str, deadline_s: float) -> SampleResult: ...
+    async def upload(self, images: Iterable[bytes]) -> dict[str, ImageChunk]: ...
+
+    async def sample(
+        self, prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, *, request_id: str, deadline_s: float
+    ) -> SampleResult: ...
 
     async def forward(
         self, data: Sequence[Datum], *, compute: Sequence[TokenScore], temperature: float
@@ -141,7 +148,7 @@ class RLLoop:
         """
         info = await policy.info()
         tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
-        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"])
+        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
         return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder, base_dir, sources, advantages)
 
     async def resume(self, step: int) -> None:
@@ -315,9 +322,18 @@ class RLLoop:
             self.config.sampling.model_copy(update={"temperature": temperature}),
             max_model_len,
             seed,
+            self._upload,
         )
 
-    async def _generate(self, prompt: IntArray, params: SamplingParams, request_id: str) -> Sample:
+    async def _upload(self, images: Sequence[Image]) -> Mapping[str, ImageChunk]:
+        if not self._renderer.takes_images:
+            raise ConfigError(
+                f"{self._environment.__name__} shows images, but the base model takes none",
+                hint="use a vision-language model as base_model",
+            )
+        return await self._policy.upload([image.data for image in images])
+
+    async def _generate(self, prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
         deadline_s = self.config.rollout.generation_timeout_s
         result = await self._policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)
         return result.samples[0]
