@@ -65,6 +65,7 @@ app = typer.Typer(
 for _module in (up, down, submit, train, ps, top, describe, logs, events, checkpoints, models, wait, stop, cancel, demo):
     _name = _module.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_module, _name))
+app.add_typer(env.env, name="env")
 app.add_typer(secrets.secrets, name="secrets")
 app.add_typer(users.users, name="users")
 app.add_typer(env.env, name="env")

@@ -31,6 +31,7 @@ class EnvironmentSession:
         self._environment: Environment | None = None
         self._to_close: list[Environment] = []
         self._closed = False
+        self._done = False
         self.seconds = 0.0
         """Time spent in the environment so far."""
         self.tools: tuple[Tool, ...] = ()
@@ -62,8 +63,12 @@ class EnvironmentSession:
             DeadlineError: it took longer than `timeout_s`.
         """
         assert self._environment is not None, "step follows reset"
+        if self._done:
+            raise EnvironmentFailedError("step: the episode is done", hint="an environment is used once: make another one")
         what = f"{type(self._environment).__name__}.step"
-        return checked_step(await self._call(self._environment.step, timeout_s, what, action), what)
+        result = checked_step(await self._call(self._environment.step, timeout_s, what, action), what)
+        self._done = result.done
+        return result
 
     async def finalize(self, timeout_s: float) -> StepResult:
         """The environment's last reward, as the result of a step that is done.

@@ -15,7 +15,7 @@ from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rollout.episode import EpisodeDriver
 from opentinker.rollout.machine import EpisodeMachine
 from opentinker.rollout.seeds import derive_seed
-from opentinker.rollout.types import Episode, GenerateFn, Group
+from opentinker.rollout.types import Episode, GenerateFn, Group, UploadFn
 
 OnEpisode = Callable[[Episode], None]
 
@@ -47,6 +47,7 @@ class RolloutRunner:
         sampling: SamplingConfig,
         max_model_len: int,
         run_seed: int,
+        upload: UploadFn | None = None,
     ) -> None:
         self._renderer = renderer
         self._generate = generate
@@ -55,6 +56,7 @@ class RolloutRunner:
         self._sampling = SamplingParams(**sampling.model_dump(), stop_token_ids=renderer.stop_token_ids)
         self._max_model_len = max_model_len
         self._run_seed = run_seed
+        self._upload = upload
 
     async def run(
         self,
@@ -131,5 +133,6 @@ class RolloutRunner:
             self._sampling,
             request_id=f"{batch.nonce}-{group.index}-{member}-{attempt}",
             seed_of_turn=lambda turn: derive_seed(self._run_seed, *identity, turn),
+            upload=self._upload,
         )
         return await driver.run(member)
