@@ -6,7 +6,6 @@ milliseconds. When it finds the leader in the same call as the last time, it giv
 and the call goes on alone. A kind of call that turns out to be slow gets a thread of its own from the start.
 """
 
-import ctypes
 import itertools
 import os
 import threading
@@ -18,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from opentinker.env.frames import Frame
+from opentinker.env.stopping import Abandoned, Door, Stopper, raise_in_thread
 
 TICK_S = 0.004
 """How often the monitor looks, and so about how long a slow call holds up those behind it."""
@@ -35,6 +35,7 @@ MAX_HUNG = 32
 """Calls that still run although their deadline is over, before a worker asks to be replaced."""
 
 
+_ENDED = object()
 BLOCKED = 70
 """Exit code of a worker whose event loop is blocked for good by a call that missed its deadline."""
 
@@ -43,7 +44,20 @@ class Call:
     """One run of user code. `run` gives what is to be answered; `expire` is what is answered when the deadline comes first.
     Whichever is first calls `settle`, the other is ignored."""
 
-    __slots__ = ("abandoned", "cpu_s", "deadline", "expire", "finished", "key", "native", "on_loop", "run", "settle", "thread")
+    __slots__ = (
+        "abandoned",
+        "cpu_s",
+        "deadline",
+        "door",
+        "expire",
+        "finished",
+        "key",
+        "native",
+        "on_loop",
+        "run",
+        "settle",
+        "thread",
+    )
 
     def __init__(
         self,
@@ -59,12 +73,11 @@ class Call:
         self.expire = expire
         self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
         self.finished = self.abandoned = self.on_loop = False
+        self.door: Door | None = None
+        """The way into its thread."""
         self.thread = self.native = 0
+        """Of its event loop; of its thread, by the system's number."""
         self.cpu_s = 0.0
-
-
-class AbandonedError(BaseException):
-    """Raised in a thread whose call missed its deadline, to end loops of Python code. User code should not catch it."""
 
 
 class Executor:
@@ -87,7 +100,8 @@ class Executor:
         self._out: list[bytes] = []
         self._term = 0
         self._current: Call | None = None
-        self._leader = (0, 0)
+        self._leader = (Door(), 0)
+        self._stopper = Stopper()
         self._running: set[Call] = set()
         self._hung: list[Call] = []
         self._retired = False
@@ -129,7 +143,8 @@ class Executor:
         """The leader's life. False: the thread has nothing left to do and may take other work."""
         queue = self._queue
         clock = time.perf_counter
-        self._leader = _this_thread()
+        door = Door()
+        self._leader = (door, threading.get_native_id())
         flushed = clock()
         while True:
             if not queue:
@@ -152,7 +167,7 @@ class Executor:
                 self._spawn(lambda call=call: self._alone(call))  # type: ignore[misc]
                 continue
             began = clock()
-            outcome = call.run()
+            outcome = _outcome(door, call)
             ended = clock()
             if outcome is not None:  # None: it goes on elsewhere
                 call.finished = True
@@ -171,9 +186,9 @@ class Executor:
         return not call.abandoned
 
     def _alone(self, call: Call) -> bool:
-        call.thread, call.native = _this_thread()
+        call.door, call.native = Door(), threading.get_native_id()
         began = time.perf_counter()
-        outcome = call.run()
+        outcome = _outcome(call.door, call)
         if outcome is not None:
             call.finished = True
         with self.lock:
@@ -203,13 +218,8 @@ class Executor:
             threading.Thread(target=self._serve, args=(inbox,), name="environment", daemon=True).start()
 
     def _serve(self, inbox: "SimpleQueue[Callable[[], bool]]") -> None:
-        try:
-            while inbox.get()():
-                self._idle.append(inbox)
-        except AbandonedError:
-            return  # it came a moment after the call had ended by itself
-        except OSError:
-            os._exit(1)  # the parent is gone
+        while inbox.get()():
+            self._idle.append(inbox)
 
     def _watch(self) -> None:
         seen: Call | None = None
@@ -249,7 +259,7 @@ class Executor:
             self._term += 1
             term = self._term
             if not call.on_loop:
-                call.thread, call.native = self._leader
+                call.door, call.native = self._leader
             self._cost_s[call.key] = max(self._cost_s.get(call.key, 0.0), 2 * SLOW_S)
             self._running.add(call)
         self._spawn(lambda: self._lead(term))
@@ -264,8 +274,8 @@ class Executor:
                 if not call.finished:
                     self._hung.append(call)
                     call.cpu_s = _cpu_s(call.native)
-                    if not call.on_loop:
-                        _interrupt(call.thread)
+                    if call.door is not None and not call.on_loop:
+                        self._stopper.stop(call.door, call)
 
     def _look_at_hung(self) -> None:
         with self.lock:
@@ -275,7 +285,7 @@ class Executor:
                 if call.on_loop and call.abandoned and call.cpu_s < 0:
                     os._exit(BLOCKED)
                 if call.on_loop:
-                    _interrupt(call.thread)  # the loop did not even notice the cancellation
+                    raise_in_thread(call.thread)  # the loop did not even notice the cancellation
                     call.cpu_s = -1.0
                     continue
                 before, call.cpu_s = call.cpu_s, _cpu_s(call.native)
@@ -285,13 +295,12 @@ class Executor:
                 self._out.append(self._retire())
 
 
-def _this_thread() -> tuple[int, int]:
-    return threading.get_ident(), threading.get_native_id()
-
-
-def _interrupt(thread: int) -> None:
-    """Raise `AbandonedError` in a thread as soon as it runs Python code again."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(AbandonedError))
+def _outcome(door: Door, call: Call) -> Any:
+    """What the call gives. One that was ended by force was answered before."""
+    try:
+        return door.run(call, call.run)
+    except Abandoned:
+        return _ENDED
 
 
 def _cpu_s(native_thread: int) -> float:
