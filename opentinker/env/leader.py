@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from opentinker.env.frames import Frame
-from opentinker.env.stopping import Abandoned, Door, Stopper, raise_in_thread
+from opentinker.env.stopping import Abandoned, Door, Stopper
 
 TICK_S = 0.004
 """How often the monitor looks, and so about how long a slow call holds up those behind it."""
@@ -31,6 +31,8 @@ PROBE_EVERY = 64
 FLUSH_S = 0.001
 """Finished answers wait no longer than this for the next ones."""
 HUNG_CHECK_S = 1.0
+DEAF_S = 10.0
+"""An event loop that does not even notice a cancellation for so long is blocked, by whatever it is."""
 MAX_HUNG = 32
 """Calls that still run although their deadline is over, before a worker asks to be replaced."""
 
@@ -46,17 +48,18 @@ class Call:
 
     __slots__ = (
         "abandoned",
+        "blocks",
         "cpu_s",
         "deadline",
         "door",
         "expire",
         "finished",
         "key",
+        "late_since",
         "native",
         "on_loop",
         "run",
         "settle",
-        "thread",
     )
 
     def __init__(
@@ -75,8 +78,10 @@ class Call:
         self.finished = self.abandoned = self.on_loop = False
         self.door: Door | None = None
         """The way into its thread."""
-        self.thread = self.native = 0
-        """Of its event loop; of its thread, by the system's number."""
+        self.native = 0
+        """The system's number of its thread."""
+        self.late_since = 0.0
+        self.blocks = False
         self.cpu_s = 0.0
 
 
@@ -235,7 +240,7 @@ class Executor:
                 self._expire(now)
             if self._hung and now - checked > HUNG_CHECK_S:
                 checked = now
-                self._look_at_hung()
+                self._look_at_hung(now)
             self.flush()
             idle = 0 if current is not None or self._running or self._hung else idle + 1
             if idle > IDLE_TICKS:
@@ -273,26 +278,33 @@ class Executor:
                 self._out.append(call.settle(call.expire()))
                 if not call.finished:
                     self._hung.append(call)
+                    call.late_since = now
                     call.cpu_s = _cpu_s(call.native)
-                    if call.door is not None and not call.on_loop:
+                    if call.door is not None:
                         self._stopper.stop(call.door, call)
 
-    def _look_at_hung(self) -> None:
+    def _look_at_hung(self, now: float) -> None:
         with self.lock:
             self._hung = [call for call in self._hung if not call.finished]
             busy = False
             for call in self._hung:
-                if call.on_loop and call.abandoned and call.cpu_s < 0:
-                    os._exit(BLOCKED)
-                if call.on_loop:
-                    raise_in_thread(call.thread)  # the loop did not even notice the cancellation
-                    call.cpu_s = -1.0
+                if now - call.late_since < HUNG_CHECK_S:
                     continue
-                before, call.cpu_s = call.cpu_s, _cpu_s(call.native)
-                busy = busy or call.cpu_s - before > 0.1 * HUNG_CHECK_S
+                if call.on_loop:
+                    self._look_at_loop(call, now)
+                else:
+                    before, call.cpu_s = call.cpu_s, _cpu_s(call.native)
+                    busy = busy or call.cpu_s - before > 0.1 * HUNG_CHECK_S
             if not self._retired and (busy or len(self._hung) > MAX_HUNG):
                 self._retired = True
                 self._out.append(self._retire())
+
+    def _look_at_loop(self, call: Call, now: float) -> None:
+        """A late coroutine that does not let the event loop go on ends the process: all others there are stuck with it."""
+        inside = call.door is not None and call.door.throw(call)
+        if (inside and call.blocks) or now - call.late_since > DEAF_S:
+            os._exit(BLOCKED)
+        call.blocks = inside
 
 
 def _outcome(door: Door, call: Call) -> Any:
