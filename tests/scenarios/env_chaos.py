@@ -83,14 +83,14 @@ class Bytes:
     stop_token_ids = (STOP,)
     preserves_prefix = True
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), images: Any = None) -> list[int]:
         return [ord(c) for m in messages for c in str(m["content"])] + [STOP]
 
     def parse(self, action_tokens: Sequence[int], finished: bool = False) -> Action:
         return Action("".join(chr(t) for t in action_tokens if t != STOP))
 
     def observation_delta(
-        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
+        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = (), images: Any = None
     ) -> list[int]:
         return self.render_prompt(observation)
 
