@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from opentinker.env.tasks import GeneratedTasks, ListTasks, TaskSource
     from opentinker.errors import JobFailedError, OpenTinkerError, ServerLostError
     from opentinker.images import Image
-    from opentinker.training.trainer import RLTrainer
+    from opentinker.training.trainer import RLTrainer, SFTTrainer
 
 _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
@@ -63,7 +63,7 @@ _HOMES = {
     "opentinker.env.tasks": ("GeneratedTasks", "ListTasks", "TaskSource"),
     "opentinker.errors": ("JobFailedError", "OpenTinkerError", "ServerLostError"),
     "opentinker.images": ("Image",),
-    "opentinker.training.trainer": ("RLTrainer",),
+    "opentinker.training.trainer": ("RLTrainer", "SFTTrainer"),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
 _ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "RLOO", "ReinforcePP")
@@ -102,6 +102,7 @@ __all__ = [
     "RemoteEnvironment",
     "Resources",
     "RolloutConfig",
+    "SFTTrainer",
     "SamplingConfig",
     "Scheduling",
     "ServerLostError",
