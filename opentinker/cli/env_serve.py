@@ -47,7 +47,6 @@ def serve(
 
     Configs name it by its address: `environment: {name: "http://HOST:PORT"}`, with the token in OPENTINKER_ENV_TOKEN.
     """
-    from opentinker.env.load import load_environment
     from opentinker.environments.hosting.auth import Token
 
     try:
@@ -65,11 +64,10 @@ def serve(
         token = Token.from_file(token_file)
     else:
         token, shown = Token.generate()
-    chosen = isolation or IsolationChoice(load_environment(name).execution)
     settings = HostSettings(
         workers=workers or max(1, (os.cpu_count() or 2)),
         max_sessions=max_sessions,
-        isolation=chosen.value,
+        isolation=isolation.value if isolation else None,
         idle_timeout_s=idle_timeout,
         call_timeout_s=call_timeout,
         drain_s=drain,
@@ -81,7 +79,8 @@ def serve(
         if shown:
             out.print(f"token: {shown}", soft_wrap=True)
             out.print("clients give it as OPENTINKER_ENV_TOKEN; it is not shown again", soft_wrap=True)
-        each = "a process for each session" if chosen is IsolationChoice.PROCESS else f"{settings.workers} worker processes"
+        shared = f"{settings.workers} worker processes"
+        each = "a process for each session" if started.hub.pool.exclusive else shared
         out.print(f"up to {max_sessions} sessions, {each}; Ctrl-C stops it", soft_wrap=True)
 
     def drains(sessions: int) -> None:
