@@ -27,7 +27,7 @@ LENGTHS = range(1, 5)
 UNIT = IMAGE_SIZE // 4
 POOL, HELD_OUT = 256, 96
 """Pictures to learn from, and others to judge by."""
-WARM_UP_STEPS, RL_STEPS, LEARNING_RATE = 24, 14, 1e-3
+WARM_UP_STEPS, RL_STEPS, BLIND_STEPS, LEARNING_RATE = 36, 20, 10, 1e-3
 QUESTION = "How wide is the bar?"
 
 
@@ -152,7 +152,7 @@ async def test_rl_improves_a_warmed_up_policy_and_does_not_without_a_learning_ra
         still = await trained(server, tmp_path / "still", 2, 0.0)
         assert abs(still["exact_after"] - still["exact_before"]) <= 2 * still["exact_ci"]
 
-        blind = await trained(server, tmp_path / "blind", RL_STEPS, LEARNING_RATE, blank=True)
+        blind = await trained(server, tmp_path / "blind", BLIND_STEPS, LEARNING_RATE, blank=True)
         widths = [drawn(task["seed"])[1] for task in Bars.held_out_tasks()]
         commonest = max(widths.count(width) for width in LENGTHS) / len(widths)
         assert blind["exact_after"] <= commonest + blind["exact_ci"], "nobody can do better by guessing"
