@@ -103,6 +103,10 @@ class Environment:
         """Where the tasks of a split come from; `args` are the constructor's arguments."""
         return GeneratedTasks(cls.make_task) if split == "train" else ListTasks(cls.held_out_tasks(), shuffle=False)
 
+    @classmethod
+    def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
+        """Called once, before any episode, with tasks from a file or dataset: raise a ConfigError if they are unfit."""
+
     def reset(self, task: Any) -> Observation | Awaitable[Observation]:
         """Begin an episode: the first observation, as text, image or messages (system prompt, solved examples, question)."""
         raise NotImplementedError(f"{type(self).__name__} must define reset(self, task)")

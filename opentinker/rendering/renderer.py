@@ -150,6 +150,14 @@ class ConversationRenderer:
             self._shapes[key] = probe_turns(text, self.tokenizer.encode, kinds, self._placeholder or "")
         return self._shapes[key]
 
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opened: bool = True) -> str:
+        """The conversation as text, with the header of the policy's next turn if it is `opened`.
+
+        Raises:
+            RenderingError: the template refuses the messages.
+        """
+        return self._text(messages, opened, tools)
+
     def _text(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = ()) -> str:
         if tools and not self._shows_tools:
             messages, tools = with_described_tools(messages, tools), ()

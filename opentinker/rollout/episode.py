@@ -9,7 +9,7 @@ from typing import cast
 from opentinker.client.messages import ImageChunk, Sample, SamplingParams
 from opentinker.config.job import RolloutConfig
 from opentinker.env.environment import Message, images_of
-from opentinker.env.execution import EnvironmentSession
+from opentinker.env.processes import Session
 from opentinker.errors import (
     ConfigError,
     ContextOverflowError,
@@ -52,7 +52,7 @@ class EpisodeDriver:
     def __init__(
         self,
         machine: EpisodeMachine,
-        session: EnvironmentSession,
+        session: Session,
         generate: GenerateFn,
         config: RolloutConfig,
         sampling: SamplingParams,

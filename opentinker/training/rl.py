@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from opentinker.client.messages import (
     TokenScore,
 )
 from opentinker.config.algorithms import PolicyGradient
-from opentinker.config.job import RLJobConfig, RLTrainingConfig
+from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError
@@ -41,6 +42,7 @@ from opentinker.training.batch import Batch, Member, build_batch, members_of, te
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
+from opentinker.training.schedule import checkpoint_name, scheduled
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
 from opentinker.training.watch import Verdict, Watch
@@ -181,6 +183,15 @@ class RLLoop:
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
 
+    async def save(self, name: str) -> dict[str, Any]:
+        """Write a checkpoint of what the last step published."""
+        return await self._policy.save(name)
+
+    async def close(self) -> None:
+        """End what the environments left running."""
+        await self._runner.close()
+        await self._evaluator.close()
+
     async def evaluate(self) -> Row | None:
         """One evaluation; None if the environment has no held-out tasks."""
         if self._held_out is None:
@@ -306,7 +317,7 @@ class RLLoop:
         return RolloutRunner(
             self._renderer,
             self._generate,
-            lambda: self._environment(**self.config.environment.args),
+            partial(self._environment, **self.config.environment.args),
             self.config.rollout,
             self.config.sampling.model_copy(update={"temperature": temperature}),
             max_model_len,
@@ -343,21 +354,6 @@ def loss_config(algorithm: PolicyGradient, temperature: float) -> LossConfig:
         kl_estimator=kl.estimator,
         entropy_coefficient=algorithm.entropy_coefficient,
     )
-
-
-def checkpoint_name(step: int) -> str:
-    """Of the checkpoint that a loop writes after a step."""
-    return f"step-{step:06d}"
-
-
-def scheduled(training: RLTrainingConfig, step: int, scale: float = 1.0) -> AdamParams:
-    """The optimizer of the `step`-th step (from 1), with the learning rate that warm-up and decay give it, times `scale`."""
-    if step < training.warmup_steps:
-        scale *= step / training.warmup_steps
-    elif training.decay == "linear":
-        falling = training.steps + 1 - max(training.warmup_steps, 1)
-        scale *= max(0.0, (training.steps + 1 - step) / falling) if falling > 0 else 1.0
-    return training.optimizer.model_copy(update={"learning_rate": training.optimizer.learning_rate * scale})
 
 
 def _commonest_failure(groups: Sequence[Group]) -> str:

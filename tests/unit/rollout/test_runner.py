@@ -244,6 +244,34 @@ async def test_one_straggler_does_not_hold_up_the_others() -> None:
     assert sorted(finished)[6] < 0.8 < finished[-1]
 
 
+class Spinning(Unlucky):
+    """Burns the processor where `Unlucky` waits."""
+
+    def strike(self, method: str) -> None:
+        while self.strikes and Unlucky.fault == f"{method} hangs":
+            pass
+
+
+@pytest.mark.parametrize("straggler", [Unlucky, Spinning])
+async def test_a_group_with_a_straggler_delays_the_step_by_no_more_than_the_deadline(straggler: type[Unlucky]) -> None:
+    async def step() -> tuple[float, Any]:
+        start = time.perf_counter()
+        groups = await runner(Policy(), straggler, step_timeout_s=1.0).run(list("abcd"), 4, step=0)
+        return time.perf_counter() - start, groups
+
+    threads = threading.active_count()
+    Unlucky.fault, Unlucky.left = "step hangs", 0
+    usual_s, _ = await step()
+    Unlucky.left = 1
+    Unlucky.release.clear()
+    late_s, groups = await step()
+    Unlucky.release.set()
+    assert [len(group.episodes) for group in groups] == [4] * 4, "the straggler was replaced"
+    assert sum(group.replaced for group in groups) == 1
+    assert 1.0 <= late_s <= usual_s + 1.0 + 0.7, "the deadline, and a little for playing its replacement on a busy machine"
+    await until(lambda: threading.active_count() <= threads)
+
+
 async def test_a_late_answer_changes_nothing() -> None:
     Unlucky.fault, Unlucky.left = "step hangs", 1
     Unlucky.release.clear()
