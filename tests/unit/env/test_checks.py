@@ -311,7 +311,12 @@ def test_an_async_method_that_computes_for_long_is_a_warning(folder: Path) -> No
             "bytes more with each of",
             "KEPT.append",
         ),
-        ([("self.tries = 0", "self.tries = 0; KEPT.append(self)")], "memory", "bytes more with each of", ""),
+        (
+            [("self.tries = 0", "self.tries = 0; KEPT.append((self, list(range(300, 340))))")],
+            "memory",
+            "bytes more with each of",
+            "",
+        ),
         ([("self.tries = 0", "self.tries = 0; KEPT.append(os.dup(0))")], "handles", "open files", "def close"),
         (
             [("self.tries = 0", "self.tries = 0; threading.Thread(target=time.sleep, args=(5,), daemon=True).start()")],
@@ -326,7 +331,7 @@ def test_what_grows_with_the_episodes_is_found(
     folder: Path, changes: list[tuple[str, str]], found_by: str, seen: str, shown: str
 ) -> None:
     file = written(folder, *changes)
-    report = check(file, CheckOptions(episodes=480, tasks=2, max_turns=3))
+    report = check(file, CheckOptions(episodes=240, tasks=2, max_turns=3))
     finding = report.finding(found_by)
     assert finding.mark is Mark.FAILED, str(report)
     assert seen in finding.seen
