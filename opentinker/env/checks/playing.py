@@ -105,7 +105,7 @@ class Player:
         self._timeout_s = timeout_s
         self._said = ""
         self.transcript = Transcript(task)
-        self.over = False
+        self.over = self.closed = False
 
     async def start(self) -> None:
         first = await self._call("reset", self._session.reset(self.transcript.task, self._timeout_s))
@@ -136,7 +136,12 @@ class Player:
             last = cast(StepResult | None, await self._call("finalize", self._session.finalize(self._timeout_s)))
             if last is not None:
                 transcript.last = {"reward": last.reward, "components": last.components}
-        self.over = True
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the environment; what is wrong with that is noted apart from the episode's own problem."""
+        transcript = self.transcript
+        self.over = self.closed = True
         problem, failure, transcript.problem, transcript.failure = transcript.problem, transcript.failure, None, ""
         await self._call("close", self._session.close(self._timeout_s))
         transcript.close_problem = transcript.problem
@@ -166,10 +171,14 @@ class Player:
 
 
 async def play(player: Player, script: Script, max_turns: int) -> Transcript:
-    """A whole episode."""
-    await player.start()
-    actions = script(player.transcript.tools)
-    while not player.over and len(player.transcript.turns) < max_turns:
-        await player.act(next(actions))
-    await player.finish()
+    """A whole episode. The environment is closed also when this is cancelled."""
+    try:
+        await player.start()
+        actions = script(player.transcript.tools)
+        while not player.over and len(player.transcript.turns) < max_turns:
+            await player.act(next(actions))
+        await player.finish()
+    finally:
+        if not player.closed:
+            await player.close()
     return player.transcript

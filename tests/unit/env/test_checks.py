@@ -1,5 +1,7 @@
 """Every broken promise is found, named, and shown with its line; an environment that keeps them all passes."""
 
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -365,6 +367,24 @@ def test_a_file_that_cannot_be_imported_is_shown_with_its_line(folder: Path, tex
     assert seen in finding.seen
     assert "sums.py" in finding.seen + finding.where
     assert "line 3" in finding.seen or finding.where.endswith(":2")
+
+
+def test_ctrl_c_ends_the_check_and_closes_what_was_open(folder: Path) -> None:
+    closing = ("        pass\n", f"        open({str(folder / 'closed')!r}, 'w').close()\n")
+    slow = ("self.tries = 0", "self.tries = 0; time.sleep(0.3)")
+    file = written(folder, slow, closing)
+    code = f"from opentinker.env.checks import check_environment; check_environment({f'{file}:Sums'!r})"
+    check = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    time.sleep(0.2)
+    end = time.monotonic() + 30
+    while not (folder / "closed").exists():  # the first episode is over
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    (folder / "closed").unlink()
+    check.send_signal(signal.SIGINT)
+    _, errors = check.communicate(timeout=20)
+    assert (folder / "closed").exists(), "the episode that ran was closed"
+    assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_nothing_is_left_running(folder: Path) -> None:
