@@ -68,6 +68,7 @@ for _module in (up, down, submit, train, ps, top, describe, logs, events, checkp
 app.add_typer(env.env, name="env")
 app.add_typer(secrets.secrets, name="secrets")
 app.add_typer(users.users, name="users")
+app.add_typer(env.env, name="env")
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
+from opentinker.env.deadline import context_with
 from opentinker.env.environment import Action, Environment, Message, Part, StepResult, Tool
 from opentinker.env.threads import UserThreads
 from opentinker.errors import DeadlineError, EnvironmentFailedError
@@ -102,7 +103,7 @@ class EnvironmentSession:
 
     async def _call(self, function: Callable[..., Any], timeout_s: float, what: str, *args: Any) -> Any:
         start = time.perf_counter()
-        task = asyncio.ensure_future(self._invoke(function, what, args))
+        task = asyncio.get_running_loop().create_task(self._invoke(function, what, args), context=context_with(timeout_s))
         try:
             done, _ = await asyncio.wait({task}, timeout=max(0.0, timeout_s))
             if not done:
@@ -122,13 +123,13 @@ class EnvironmentSession:
         else:
 
             def plain() -> Any:
-                with _reported(what, function):
+                with reported(what, function):
                     return function(*args)
 
             value = await self._threads.call(plain)
         if not isinstance(value, Awaitable):
             return value
-        with _reported(what, function):
+        with reported(what, function):
             return await value
 
 
@@ -140,7 +141,7 @@ def _taken(environments: list[Environment]) -> Iterator[Environment]:
 
 
 @contextmanager
-def _reported(what: str, function: Callable[..., Any]) -> Iterator[None]:
+def reported(what: str, function: Callable[..., Any]) -> Iterator[None]:
     """Turns whatever user code raises, SystemExit and StopIteration too, into an error that says where to look."""
     try:
         yield

@@ -22,6 +22,7 @@ from opentinker.errors import (
     ServerLostError,
     UnavailableError,
 )
+from opentinker.rendering.chunks import NO_IMAGES, Images
 from opentinker.rollout import episode as episode_module
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Episode, Termination
@@ -35,7 +36,7 @@ class ByteRenderer:
     stop_token_ids = (STOP,)
     preserves_prefix = True
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), images: Images = NO_IMAGES) -> list[int]:
         if any(m["content"] == "unspeakable" for m in messages):
             raise RenderingError("the template has no word for it")
         return [ord(c) for m in messages for c in m["content"]] + [STOP]
@@ -44,7 +45,11 @@ class ByteRenderer:
         return Action("".join(chr(t) for t in action_tokens if t != STOP), truncated=action_tokens[-1] != STOP)
 
     def observation_delta(
-        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        action_tokens: Sequence[int],
+        observation: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        images: Images = NO_IMAGES,
     ) -> list[int]:
         return self.render_prompt(observation)
 
