@@ -1,12 +1,11 @@
 """Plays episodes for the checks as training would, and writes down everything that can be compared."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from opentinker.env.checks.source import location_in, method_line, stack_line
+from opentinker.env.checks.source import location_in, method_line
 from opentinker.env.environment import Action, Environment, Message, StepResult, Tool
 from opentinker.env.execution import EnvironmentSession
 from opentinker.env.threads import UserThreads
@@ -100,7 +99,6 @@ class Player:
         self, environment: type[Environment], make: Callable[[], Environment], threads: UserThreads, task: Any, timeout_s: float
     ) -> None:
         self._environment = environment
-        self._threads = threads
         self._session = EnvironmentSession(make, threads)
         self._timeout_s = timeout_s
         self._said = ""
@@ -149,13 +147,10 @@ class Player:
 
     async def _call(self, method: str, answer: Any) -> Any:
         start = time.perf_counter()
-        self._threads.abandoned_at = ()
         try:
             return await answer
         except DeadlineError as error:
-            await asyncio.sleep(0)  # the call is abandoned, and its place noted, in the loop's next turn
-            await asyncio.sleep(0)
-            where = stack_line(self._environment, self._threads.abandoned_at) or method_line(self._environment, method)
+            where = location_in(error.detail) or method_line(self._environment, method)
             self._problem(Problem("late", method, error.detail, error.hint, where))
         except EnvironmentFailedError as error:
             kind: ProblemKind = "malformed" if error.__cause__ is None else "raised"

@@ -277,7 +277,7 @@ def test_a_broken_promise_is_found_and_shown(
         ([("self.tries += 1", "time.sleep(30)")], "time.sleep"),
         ([("self.tries = 0", "threading.Event().wait(30)")], "Event().wait"),
         ([("    def step(", "    async def step("), ("self.tries += 1", "while True: pass")], "while True"),
-        ([("    def step(", "    async def step("), ("self.tries += 1", "await __import__('asyncio').sleep(30)")], "def step"),
+        ([("    def step(", "    async def step("), ("self.tries += 1", "await __import__('asyncio').sleep(30)")], "sleep(30)"),
     ],
     ids=["it spins", "it sleeps", "it waits in reset", "it blocks the event loop", "it awaits for ever"],
 )
@@ -321,7 +321,7 @@ def test_an_async_method_that_computes_for_long_is_a_warning(folder: Path) -> No
         ),
         ([("self.tries = 0", "self.tries = 0; KEPT.append(os.dup(0))")], "handles", "open files", "def close"),
         (
-            [("self.tries = 0", "self.tries = 0; threading.Thread(target=time.sleep, args=(5,), daemon=True).start()")],
+            [("self.tries = 0", "self.tries = 0; threading.Thread(target=threading.end_of_test.wait).start()")],
             "handles",
             "threads",
             "def close",
@@ -330,10 +330,13 @@ def test_an_async_method_that_computes_for_long_is_a_warning(folder: Path) -> No
     ids=["memory", "instances", "files", "threads"],
 )
 def test_what_grows_with_the_episodes_is_found(
-    folder: Path, changes: list[tuple[str, str]], found_by: str, seen: str, shown: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: list[tuple[str, str]], found_by: str, seen: str, shown: str
 ) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(threading, "end_of_test", end, raising=False)
     file = written(folder, *changes)
     report = check(file, CheckOptions(episodes=240, tasks=2, max_turns=3))
+    end.set()
     finding = report.finding(found_by)
     assert finding.mark is Mark.FAILED, str(report)
     assert seen in finding.seen
