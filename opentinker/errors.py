@@ -124,6 +124,12 @@ class VersionNotServedError(ConflictError):
     code = "version_not_served"
 
 
+class ImageMissingError(ConflictError):
+    """A request names an image that the server does not hold (any more): upload it, and ask again."""
+
+    code = "image_missing"
+
+
 class SequenceGapError(ConflictError):
     """A command's predecessor did not arrive in time."""
 

@@ -136,7 +136,9 @@ class Settings(Config):
     """Address that the servers' fronts bind; 'auto' is loopback for a cluster on one machine, else the front's node's own."""
     worker_class: str = "opentinker.server.actors:WorkerProcess"
     front_class: str = "opentinker.server.actors:FrontProcess"
-    drivers: dict[str, str] = Field(default_factory=lambda: {"rl": "opentinker.training.run:run_rl_job"})
+    drivers: dict[str, str] = Field(
+        default_factory=lambda: {"rl": "opentinker.training.run:run_rl_job", "sft": "opentinker.training.run:run_sft_job"}
+    )
     """By kind of job, what drives it on the cluster."""
     check_model: str = "opentinker.server.models:check_model"
     known_models: str = "opentinker.server.models:known_models"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from opentinker.client.messages import PolicySpec, validate
+from opentinker.client.messages import IntArray, PolicySpec, validate
 from opentinker.client.wire import pack
 from opentinker.config.base import parse_config
 from opentinker.config.job import LoraConfig, ServerConfig
@@ -26,6 +26,8 @@ from opentinker.storage import Mirror, Storage, open_storage
 
 CALL_S = 60.0
 """How long the worker's actor may take to accept or hand over work; its methods never compute."""
+UPLOAD_S = 300.0
+"""Images are decoded before an upload is answered."""
 
 
 class WorkerProcess:
@@ -96,6 +98,10 @@ class WorkerProcess:
 
     def submit(self, work: Sequence[Work]) -> None:
         self._worker.submit(work)
+
+    def upload(self, images: Sequence[bytes]) -> dict[str, IntArray]:
+        """Takes a thread of the actor for as long as the images are decoded, and waits for no work."""
+        return self._worker.upload(images)
 
     def collect(self, timeout_s: float) -> list[Completion]:
         # The front collects from its own start on, which is not after the worker's.
@@ -207,6 +213,10 @@ class RayWorker:
 
     async def submit(self, work: Sequence[Work]) -> None:
         await self._call(self._handle.submit.remote(list(work)), CALL_S)
+
+    async def upload(self, images: Sequence[bytes]) -> dict[str, IntArray]:
+        tokens: dict[str, IntArray] = await self._call(self._handle.upload.remote(list(images)), UPLOAD_S)
+        return tokens
 
     async def collect(self, timeout_s: float) -> list[Completion]:
         completions: list[Completion] = await self._call(self._handle.collect.remote(timeout_s), timeout_s + CALL_S)

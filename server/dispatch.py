@@ -4,10 +4,10 @@ import asyncio
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from opentinker.client.messages import SampleRequest
+from opentinker.client.messages import IntArray, SampleRequest
 from opentinker.errors import SequenceGapError, ServerLostError
 from opentinker.server.commands import GAP_TIMEOUT_S, CommandQueue, Duplicate
 from opentinker.server.operations import Operation, OperationTable
@@ -90,6 +90,12 @@ class Dispatcher:
         operation, _ = self._operations.open(f"{policy}:x:{secrets.token_hex(8)}", policy, b"")
         self._send((CommandWork(operation.id, policy, command, args),))
         return operation
+
+    async def upload(self, images: Sequence[bytes]) -> dict[str, IntArray]:
+        """Give the worker images; see `WorkerClient.upload`."""
+        self.check()
+        self._busy_at = self._clock()
+        return await self._worker.upload(images)
 
     @property
     def idle_s(self) -> float:

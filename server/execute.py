@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from opentinker.client.messages import (
 )
 from opentinker.config.base import nearest
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError, UnavailableError
+from opentinker.server.images import resolved
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import State
 from opentinker.server.sync import first_measure, publish, push, serve
@@ -82,7 +84,7 @@ def _forward(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     temperature = _number(args.get("temperature", 1.0), "temperature")
     if not temperature > 0:
         raise InvalidRequestError("temperature must be above 0")
-    scores = state.parts.trainer.forward(policy, _data(args), compute=compute, temperature=temperature)
+    scores = state.parts.trainer.forward(policy, _data(state, args), compute=compute, temperature=temperature)
     return {name: scores[name] for name in compute}
 
 
@@ -90,7 +92,7 @@ def _forward_backward(state: State, policy: str, args: dict[str, Any]) -> dict[s
     _known(args, "data", "loss", "factor")
     state.hosted(policy)
     loss, factor = validate(LossConfig, args.get("loss")), _number(args.get("factor", 1.0), "factor")
-    result = state.parts.trainer.forward_backward(policy, _data(args), loss, factor)
+    result = state.parts.trainer.forward_backward(policy, _data(state, args), loss, factor)
     return {"loss": result.loss, "metrics": result.metrics, "logprobs": result.logprobs}
 
 
@@ -103,7 +105,7 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
     """Written with the small commands; nothing is trained unless everything is valid."""
     _known(args, "data", "minibatches", "loss", "optimizer", "publish")
     hosted = state.hosted(policy)
-    data = _data(args)
+    data = _data(state, args)
     loss, optimizer = validate(LossConfig, args.get("loss")), validate(AdamParams, args.get("optimizer"))
     minibatches = _minibatches(args.get("minibatches"), len(data))
     will_publish = args.get("publish", True)
@@ -221,8 +223,9 @@ def _list(value: Any, what: str) -> Sequence[Any]:
     return value
 
 
-def _data(args: dict[str, Any]) -> list[Datum]:
-    return [Datum.from_wire(body) for body in _list(args.get("data"), "data")]
+def _data(state: State, args: dict[str, Any]) -> list[Datum]:
+    data = [Datum.from_wire(body) for body in _list(args.get("data"), "data")]
+    return [replace(datum, chunks=resolved(state.parts.images, datum.chunks)) for datum in data]
 
 
 def _compute(value: Any) -> tuple[TokenScore, ...]:

@@ -4,6 +4,7 @@ Only asyncio: nothing here computes for long, so health checks and uploads are a
 """
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import logging
@@ -94,6 +95,12 @@ class Front:
         operation = self.dispatcher.command(policy, seq, digest, command, args)
         return await _answer_operation(request, operation, wait_s)
 
+    async def images(self, request: Request) -> Response:
+        self._policy(request)
+        _, body = await _read(request)
+        tokens = await self.dispatcher.upload(_images(body))
+        return _answer(request, {"images": {sha256: {"tokens": ids} for sha256, ids in tokens.items()}})
+
     async def operation(self, request: Request) -> Response:
         caller = self._caller(request)
         operation = self.dispatcher.operation(request.path_params["operation_id"], caller)
@@ -147,6 +154,7 @@ def create_app(
             Route("/v1/tokenizer", front.tokenizer),
             Route("/v1/policies/{policy}", front.policy),
             Route("/v1/policies/{policy}/sample", front.sample, methods=["POST"]),
+            Route("/v1/policies/{policy}/images", front.images, methods=["POST"]),
             Route("/v1/policies/{policy}/commands", front.command, methods=["POST"]),
             Route("/v1/operations/{operation_id:path}", front.operation),
         ],
@@ -223,6 +231,19 @@ def _envelope(body: Any) -> tuple[int, str, dict[str, Any]]:
             "a start checkpoint cannot be named here", hint="give start_from in the job's config, where it is submitted"
         )
     return seq, command, args
+
+
+def _images(body: Any) -> list[bytes]:
+    """The encoded images of an upload; in JSON they are base64."""
+    images = body.get("images") if isinstance(body, dict) and set(body) == {"images"} else None
+    if not isinstance(images, list) or not images:
+        raise InvalidRequestError("an upload is an object with 'images': a list of encoded images that is not empty")
+    try:
+        return [
+            base64.b64decode(image, validate=True) if isinstance(image, str) else bytes(memoryview(image)) for image in images
+        ]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"an image must be the bytes of a file, in JSON as base64: {error}") from error
 
 
 def _problem(request: Request, error: OpenTinkerError) -> Response:

@@ -8,10 +8,12 @@ from transformers import AutoConfig
 
 from opentinker.config.job import LoraConfig, ServerConfig
 from opentinker.server.engine.select import create_engine, resolve_engine_kind, resolve_lora_serving
+from opentinker.server.images import ImageProcessor, ImageStore
 from opentinker.server.models import stop_token_ids, tokenizer_files
 from opentinker.server.state import Parts
 from opentinker.server.sync import canary_prompts
 from opentinker.server.trainer.trainer import TorchTrainer
+from opentinker.server.vision import takes_images
 
 
 def device() -> str:
@@ -23,12 +25,15 @@ def load_parts(model_dir: Path, config: ServerConfig, lora: LoraConfig | None, c
     """Load the engine and, if the config has one, the trainer: one after the other, for both set torch's global default dtype
     and initialisers meanwhile, so side by side they spoil each other's weights. Call it from the thread that will use them."""
     kind = resolve_engine_kind(config.engine)
-    engine = create_engine(model_dir, config.engine, config.dtype, lora=lora, stop_token_ids=stop_token_ids(model_dir))
+    images = ImageStore(ImageProcessor(model_dir)) if takes_images(AutoConfig.from_pretrained(model_dir)) else None
+    engine = create_engine(
+        model_dir, config.engine, config.dtype, lora=lora, stop_token_ids=stop_token_ids(model_dir), images=images
+    )
     if config.trainer is None:
-        return Parts(engine, None, model_dir, checkpoint_root)
+        return Parts(engine, None, model_dir, checkpoint_root, images=images)
     try:
-        trainer = TorchTrainer(model_dir, config.trainer, device=device())
-        canaries = canary_prompts(model_dir / "tokenizer.json")
+        trainer = TorchTrainer(model_dir, config.trainer, device=device(), images=images)
+        canaries = canary_prompts(model_dir / "tokenizer.json", images, engine.max_model_len)
     except BaseException:
         engine.close()
         raise
@@ -37,6 +42,7 @@ def load_parts(model_dir: Path, config: ServerConfig, lora: LoraConfig | None, c
         trainer,
         model_dir,
         checkpoint_root,
+        images=images,
         canaries=canaries,
         drift_limit=config.trainer.drift_limit,
         adapter_serving=resolve_lora_serving(config.engine, kind, device()) == "adapter",
@@ -52,5 +58,6 @@ def server_info(model_dir: Path, config: ServerConfig, parts: Parts) -> dict[str
         "vocab_size": int(AutoConfig.from_pretrained(model_dir).get_text_config().vocab_size),
         "stop_token_ids": list(stop_token_ids(model_dir)),
         "device": device(),
+        "image_placeholder": None if parts.images is None else parts.images.processor.placeholder,
         "tokenizer_files": tokenizer_files(model_dir),
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from opentinker.client.messages import SampleRequest
+from opentinker.client.messages import IntArray, SampleRequest
 
 COMMANDS = frozenset({"create", "delete", "forward", "forward_backward", "optim_step", "train_step", "publish", "save", "load"})
 
@@ -47,6 +47,15 @@ class WorkerClient(Protocol):
         """Hand over a batch.
 
         Raises:
+            ServerLostError: the worker is gone.
+        """
+        ...
+
+    async def upload(self, images: Sequence[bytes]) -> dict[str, IntArray]:
+        """Keep images for what will name them; each one's tokens by its hash. Does not wait for work.
+
+        Raises:
+            InvalidRequestError: an image is broken or too large, or the model takes none.
             ServerLostError: the worker is gone.
         """
         ...

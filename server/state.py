@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opentinker.client.messages import FloatArray, IntArray
+from opentinker.client.messages import Chunk, FloatArray
 from opentinker.errors import ConflictError, DeadlineError, NotFoundError, OpenTinkerError, VersionNotServedError
 from opentinker.server.engine.base import RolloutEngine
+from opentinker.server.images import ImageStore
 from opentinker.server.trainer.base import Trainer
 from opentinker.storage import Storage
 
@@ -24,13 +25,15 @@ class Parts:
     """None: this server only samples."""
     model_dir: Path
     checkpoint_root: Path
-    canaries: tuple[IntArray, ...] = ()
+    canaries: tuple[tuple[Chunk, ...], ...] = ()
     """Fixed prompts on which engine and trainer are compared."""
     drift_limit: float = 0.0
     storage: Storage | None = None
     """Where checkpoints are copied, and those come from that this node has not."""
     adapter_serving: bool = False
     """Publish a LoRA policy as an adapter; otherwise merged into the base weights."""
+    images: ImageStore | None = None
+    """The images that requests and data may name; None: the model takes none."""
 
     @property
     def trainer(self) -> Trainer:

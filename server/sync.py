@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from opentinker.client.messages import Datum, FloatArray, IntArray, TokenChunk
+from opentinker.client.messages import Chunk, Datum, FloatArray, ImageChunk, TokenChunk, chunk_tokens
 from opentinker.errors import EngineError, InvalidRequestError, OpenTinkerError, VersionNotServedError, WeightSyncError
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import NamedTensors, WeightAck
+from opentinker.server.images import ImageStore, sample_picture
 from opentinker.server.state import Hosted, Parts, State
 
 MIN_DRIFT_LIMIT = 0.05
@@ -27,11 +29,20 @@ _CANARY_TEXTS = (
 )
 
 
-def canary_prompts(tokenizer_file: Path) -> tuple[IntArray, ...]:
-    """The fixed prompts in the model's own tokens, int32[<= 24] each."""
+def canary_prompts(
+    tokenizer_file: Path, images: ImageStore | None = None, longest: int | None = None
+) -> tuple[tuple[Chunk, ...], ...]:
+    """The fixed prompts in the model's own tokens, at most 24 each; with `images`, one more that shows a picture first, unless
+    that makes it longer than `longest`."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     encoded = [tokenizer.encode(text, add_special_tokens=False).ids[:CANARY_TOKENS] for text in _CANARY_TEXTS]
-    return tuple(np.asarray(ids, np.int32) for ids in encoded)
+    prompts: list[tuple[Chunk, ...]] = [(TokenChunk(np.asarray(ids, np.int32)),) for ids in encoded]
+    if images is not None:
+        ((sha256, tokens),) = images.add([sample_picture(0)]).items()
+        if longest is None or len(tokens) + CANARY_TOKENS < longest:
+            images.pin([sha256])  # every publish needs it
+            prompts.append((ImageChunk(sha256, tokens), *prompts[0]))
+    return tuple(prompts)
 
 
 def first_measure(parts: Parts, policy: str) -> Hosted:
@@ -177,11 +188,26 @@ def _share_changed(old: dict[str, str], new: dict[str, str]) -> float:
 
 def _compare(parts: Parts, policy: str) -> tuple[list[FloatArray], float]:
     """(the engine's logprobs of the canaries, mean |difference| to the trainer's per token, in nats)."""
-    engine = parts.engine.prompt_logprobs(parts.canaries)
+    scored = [_scored(prompt) for prompt in parts.canaries]
+    answers = parts.engine.prompt_logprobs(parts.canaries)
+    # What a model says of the tokens inside an image means nothing, and it says it differently in another engine.
+    engine = [np.where(chosen, logprobs, np.float32(0)) for logprobs, chosen in zip(answers, scored, strict=True)]
     trainer = parts.trainer.forward(policy, _data(parts.canaries), temperature=1.0)["logprobs"]
-    differences = [np.abs(ours[1:] - theirs) for ours, theirs in zip(engine, trainer, strict=True)]
+    differences = [np.abs(ours[1:] - theirs)[chosen[1:]] for ours, theirs, chosen in zip(engine, trainer, scored, strict=True)]
     return engine, float(np.concatenate(differences).mean())
 
 
-def _data(prompts: Sequence[IntArray]) -> list[Datum]:
-    return [Datum((TokenChunk(p[:-1]),), p[1:], {"weights": np.ones(len(p) - 1, np.float32)}) for p in prompts]
+def _data(prompts: Sequence[tuple[Chunk, ...]]) -> list[Datum]:
+    return [
+        Datum((*p[:-1], TokenChunk(p[-1].tokens[:-1])), chunk_tokens(p)[1:], {"weights": scored[1:].astype(np.float32)})
+        for p, scored in ((p, _scored(p)) for p in prompts)
+    ]
+
+
+def _scored(prompt: tuple[Chunk, ...]) -> npt.NDArray[np.bool_]:
+    """Which of a prompt's tokens are compared: not the first, which nothing precedes, and not those of an image."""
+    scored: npt.NDArray[np.bool_] = np.concatenate(
+        [np.full(len(chunk.tokens), isinstance(chunk, TokenChunk)) for chunk in prompt]
+    )
+    scored[0] = False
+    return scored

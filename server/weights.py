@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from opentinker.errors import CheckpointError
 from opentinker.server.trainer.checkpoint import open_checkpoint
 from opentinker.server.trainer.lora import PEFT_PREFIX, merge
+from opentinker.server.vision import auto_class
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -30,7 +31,8 @@ def checkpoint_weights(model_dir: Path, folder: Path) -> Iterator[tuple[str, tor
 
 def _parameters(folder: Path) -> dict[str, torch.Tensor]:
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        model: Any = auto_class(config).from_pretrained(folder, dtype="auto", local_files_only=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"cannot load the model in {folder}: {error}") from error
     return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}

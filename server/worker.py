@@ -6,14 +6,15 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from opentinker.client.messages import SampleResult
-from opentinker.errors import DeadlineError, EngineError, OpenTinkerError, ServerLostError, TrainerError
+from opentinker.client.messages import ImageChunk, IntArray, SampleResult
+from opentinker.errors import DeadlineError, EngineError, ImageMissingError, OpenTinkerError, ServerLostError, TrainerError
 from opentinker.server.execute import execute
+from opentinker.server.images import ImageStore, resolved, takes_none
 from opentinker.server.memory import release_free_memory
 from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
 from opentinker.server.state import Parts, State
@@ -38,6 +39,9 @@ class Worker:
         self._ended = False
         self._error: BaseException | None = None
         self._state: State
+        self._images: ImageStore | None = None
+        self._pinned: dict[str, tuple[str, ...]] = {}
+        """The images that each operation needs until it ends."""
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     def start(self, timeout_s: float) -> Parts:
@@ -62,8 +66,36 @@ class Worker:
         """
         with self._changed:
             self._check()
-            self._inbox.extend(work)
+            for item in work:
+                try:
+                    self._pin(item)
+                except ImageMissingError as error:
+                    self._outbox.append(Completion(item.operation, problem=error.to_problem()))
+                else:
+                    self._inbox.append(item)
             self._changed.notify_all()
+
+    def upload(self, images: Sequence[bytes]) -> dict[str, IntArray]:
+        """Keep images for work that will name them; each one's tokens by its hash. Computes in the caller's thread.
+
+        Raises:
+            InvalidRequestError: an image is broken or too large, or the model takes none.
+            ServerLostError: the worker has stopped.
+        """
+        self._check()
+        if self._images is None:
+            raise takes_none()
+        return self._images.add(images)
+
+    def _pin(self, work: Work) -> None:
+        """Hold what the work names of images, so that none is dropped while it waits or runs.
+
+        Raises:
+            ImageMissingError: one is not here, and the work is refused before it does anything.
+        """
+        if self._images is not None and (hashes := tuple(image_hashes(work))):
+            self._images.pin(hashes)
+            self._pinned[work.operation] = hashes
 
     def collect(self, timeout_s: float) -> list[Completion]:
         """Completions since the last call; waits up to `timeout_s` for the first.
@@ -108,6 +140,7 @@ class Worker:
             self._error = error
             self._ready.set()
             return
+        self._images = parts.images
         self._state = State(parts, pump=self._step, fail=self._fail_running)
         self._ready.set()
         try:
@@ -143,7 +176,8 @@ class Worker:
                 raise self._state.fault
             self._state.check_version(work.policy, work.request.version)
             # Request ids are unique within a policy; operation ids within the server.
-            self._state.parts.engine.add(dataclasses.replace(work.request, request_id=work.operation))
+            prompt = resolved(self._images, work.request.prompt)
+            self._state.parts.engine.add(dataclasses.replace(work.request, request_id=work.operation, prompt=prompt))
         except Exception as error:
             self._fail([work.operation], _explained(error, EngineError, "the engine refused a request"))
         else:
@@ -191,8 +225,24 @@ class Worker:
     def _complete(self, completions: Sequence[Completion]) -> None:
         if completions:
             with self._changed:
+                for completion in completions:
+                    if self._images is not None:
+                        self._images.unpin(self._pinned.pop(completion.operation, ()))
                 self._outbox.extend(completions)
                 self._changed.notify_all()
+
+
+def image_hashes(work: Work) -> Iterator[str]:
+    """The images that the work names; what is no image chunk is left to those who check it."""
+    if isinstance(work, SampleWork):
+        yield from (chunk.sha256 for chunk in work.request.prompt if isinstance(chunk, ImageChunk))
+        return
+    data = work.args.get("data")
+    for datum in data if isinstance(data, list | tuple) else ():
+        chunks = datum.get("chunks") if isinstance(datum, dict) else None
+        for chunk in chunks if isinstance(chunks, list | tuple) else ():
+            if isinstance(chunk, dict) and chunk.get("kind") == "image" and isinstance(chunk.get("sha256"), str):
+                yield chunk["sha256"]
 
 
 def _explained(error: Exception, kind: type[OpenTinkerError], what: str) -> OpenTinkerError:
@@ -214,3 +264,6 @@ class InProcessWorker:
 
     async def collect(self, timeout_s: float) -> list[Completion]:
         return await asyncio.to_thread(self._worker.collect, timeout_s)
+
+    async def upload(self, images: Sequence[bytes]) -> dict[str, IntArray]:
+        return await asyncio.to_thread(self._worker.upload, images)

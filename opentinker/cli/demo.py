@@ -21,7 +21,7 @@ from opentinker.cli.common import (
     connected,
     err,
     out,
-    read_rl_config,
+    read_driven_config,
     signals_as_interrupt,
     uninterrupted,
 )
@@ -99,7 +99,9 @@ def demo_config(
         "base_model": json.dumps(base_model) if base_model else None,
     }
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
-    return read_rl_config(CONFIGS / f"{environment}{'-lora' if lora else ''}.yaml", overrides)
+    job = read_driven_config(CONFIGS / f"{environment}{'-lora' if lora else ''}.yaml", overrides)
+    assert isinstance(job, RLJobConfig)
+    return job
 
 
 def headline(environment: str, summary: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from opentinker.cli import (
     demo,
     describe,
     down,
+    env,
     events,
     logs,
     models,
@@ -64,8 +65,10 @@ app = typer.Typer(
 for _module in (up, down, submit, train, ps, top, describe, logs, events, checkpoints, models, wait, stop, cancel, demo):
     _name = _module.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_module, _name))
+app.add_typer(env.env, name="env")
 app.add_typer(secrets.secrets, name="secrets")
 app.add_typer(users.users, name="users")
+app.add_typer(env.env, name="env")
 
 
 def main() -> None:

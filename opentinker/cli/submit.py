@@ -20,7 +20,7 @@ from opentinker.cli.common import (
 )
 from opentinker.cli.follow import follow
 from opentinker.client.submission import prepare
-from opentinker.config.job import RLJobConfig
+from opentinker.config.job import RLJobConfig, SFTJobConfig
 from opentinker.training.progress import Progress
 
 
@@ -51,9 +51,9 @@ def submit(
     with connected(url, key, state_dir) as client:
         record = client.submit(sent.fields(), code=code)
         out.print(record["id"], soft_wrap=True)
-        if not follow_ or not isinstance(job, RLJobConfig):
+        if not follow_ or not isinstance(job, RLJobConfig | SFTJobConfig):
             err.print(f"follow it with `opentinker logs -f {record['id']}`")
             return
-        with Progress(record["name"] or job.environment.name, job.training.steps) as progress:
+        with Progress(record["name"] or job.default_name(), job.training.steps) as progress:
             done = follow(client, record["id"], progress)
         out.print(f"completed; files in {done['run_dir']}", soft_wrap=True)

@@ -14,18 +14,19 @@ from opentinker.cli.common import (
     UrlOption,
     err,
     out,
+    read_driven_config,
     read_key,
-    read_rl_config,
     signals_as_interrupt,
 )
 from opentinker.client.client import Client
 from opentinker.client.code import environment_file, lacking, relative_to_code
 from opentinker.client.local import find_cluster
 from opentinker.client.reach import Connect
-from opentinker.client.task_files import check_task_files, named, task_files
+from opentinker.client.task_files import check_example_files, check_task_files, named, task_files
+from opentinker.config.job import RLJobConfig, SFTJobConfig
 from opentinker.errors import ConfigError
 from opentinker.training.progress import Progress
-from opentinker.training.run import checked_environment, run_rl_job
+from opentinker.training.run import checked_environment, run_rl_job, run_sft_job
 
 
 def train(
@@ -39,23 +40,16 @@ def train(
     key: KeyOption = None,
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Train from a YAML file with the loop and the environment in this process; the cluster hosts the model.
+    """Train from a YAML file with the loop, and the environment or the examples, in this process; the cluster hosts the model.
 
     Your environment's code does not leave this machine. Ctrl-C ends the job.
     """
-    job = read_rl_config(config, overrides)
-    file = environment_file(job, config.parent)
-    if file is not None:
-        job = relative_to_code(job, file)
-    code_dir = file.parent if file else None
-    if absent := lacking(job, file):
-        raise ConfigError(
-            f"the environment runs in this process, which lacks {', '.join(absent)}",
-            hint="install the packages here, and set the variables; or `opentinker submit`, where the cluster provides both",
-        )
-    tasks = task_files(job, *([code_dir] if code_dir else []), config.parent, Path())
-    check_task_files(job, tasks, checked_environment(job, code_dir))
-    job = named(job, {field: str(path) for field, path in tasks.items()})
+    job = read_driven_config(config, overrides)
+    code_dir = None
+    if isinstance(job, RLJobConfig):
+        job, code_dir = _checked_rl(job, config.parent)
+    else:
+        job = _checked_sft(job, config.parent)
     scheduling = job.scheduling
     if scheduling.max_restarts:
         err.print(
@@ -76,8 +70,9 @@ def train(
             seed=job.training.seed,
             start_from=job.start_from,
         ) as hosted:
-            with Progress(job.name or job.environment.name, job.training.steps) as progress, hosted.explained():
-                summary = run_rl_job(
+            drive = run_rl_job if isinstance(job, RLJobConfig) else run_sft_job
+            with Progress(job.name or job.default_name(), job.training.steps) as progress, hosted.explained():
+                summary = drive(
                     job.model_dump(mode="json"),
                     endpoint=hosted.server["endpoint"],
                     token=hosted.server["token"],
@@ -88,3 +83,25 @@ def train(
                 )
             out.print(f"report: {summary['report']}", soft_wrap=True)
             out.print(f"checkpoint: {summary['checkpoint']}", soft_wrap=True)
+
+
+def _checked_rl(job: RLJobConfig, folder: Path) -> tuple[RLJobConfig, Path | None]:
+    """(the job as this process drives it, the folder of its environment's file)."""
+    file = environment_file(job, folder)
+    if file is not None:
+        job = relative_to_code(job, file)
+    code_dir = file.parent if file else None
+    if absent := lacking(job, file):
+        raise ConfigError(
+            f"the environment runs in this process, which lacks {', '.join(absent)}",
+            hint="install the packages here, and set the variables; or `opentinker submit`, where the cluster provides both",
+        )
+    tasks = task_files(job, *([code_dir] if code_dir else []), folder, Path())
+    check_task_files(job, tasks, checked_environment(job, code_dir))
+    return named(job, {field: str(path) for field, path in tasks.items()}), code_dir
+
+
+def _checked_sft(job: SFTJobConfig, folder: Path) -> SFTJobConfig:
+    examples = task_files(job, folder, Path())
+    check_example_files(job, examples)
+    return named(job, {field: str(path) for field, path in examples.items()})

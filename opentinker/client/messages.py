@@ -3,7 +3,8 @@
 Axes: T = tokens of one datum or one sample.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -29,6 +30,8 @@ TokenScore = Literal["logprobs", "reference_logprobs", "entropy", "values"]
 - `entropy`: of the policy's whole distribution at its place, in nats.
 - `values`: a value head's estimate.
 """
+MAX_IMAGE_TOKENS = 1 << 16
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 TOKEN_SCORES: tuple[TokenScore, ...] = get_args(TokenScore)
 
 
@@ -46,7 +49,7 @@ def _tokens(value: Any, what: str) -> IntArray:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """A run of token ids, int32[T]. The only kind of chunk today; others will carry other `kind`s."""
+    """A run of token ids, int32[T]."""
 
     tokens: IntArray
 
@@ -54,27 +57,80 @@ class TokenChunk:
         return {"kind": "tokens", "tokens": self.tokens}
 
     @classmethod
-    def from_wire(cls, body: Any) -> Self:
-        kind = body.get("kind") if isinstance(body, Mapping) else None
-        if kind != "tokens":
-            raise InvalidRequestError(f"unknown chunk kind {kind!r}", hint="this server takes chunks of kind 'tokens'")
+    def from_wire(cls, body: Mapping[str, Any]) -> Self:
         return cls(_tokens(body.get("tokens"), "a chunk's tokens"))
 
 
-def chunks_from_wire(body: Any) -> tuple[TokenChunk, ...]:
+@dataclass(frozen=True)
+class ImageChunk:
+    """An image, by the SHA-256 (hex) of its encoded bytes, which travel apart and once: see `PolicyClient.upload`.
+
+    `tokens` are the ids that the server expands it to, int32[T]. Only their number travels: to the receiver they are -1 until
+    it has looked the image up.
+    """
+
+    sha256: str
+    tokens: IntArray
+    data: bytes | None = field(default=None, compare=False, repr=False)
+    """The encoded bytes, with which a client can upload the image again."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"kind": "image", "sha256": self.sha256, "count": len(self.tokens)}
+
+    @classmethod
+    def from_wire(cls, body: Mapping[str, Any]) -> Self:
+        sha256, count = body.get("sha256"), body.get("count")
+        if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+            raise InvalidRequestError("an image chunk needs 'sha256': the SHA-256 of the uploaded bytes, in 64 hex digits")
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_IMAGE_TOKENS:
+            raise InvalidRequestError(
+                "an image chunk needs 'count': how many tokens its upload was answered with", hint="POST .../images says it"
+            )
+        return cls(sha256, np.full(count, -1, np.int32))
+
+
+Chunk = TokenChunk | ImageChunk
+_CHUNKS: dict[str, type[TokenChunk] | type[ImageChunk]] = {"tokens": TokenChunk, "image": ImageChunk}
+
+
+def chunks_from_wire(body: Any) -> tuple[Chunk, ...]:
     """Chunks from the wire; a bare list of token ids stands for one chunk (for curl)."""
     if isinstance(body, np.ndarray) or (isinstance(body, Sequence) and body and not isinstance(body[0], Mapping)):
         return (TokenChunk(_tokens(body, "tokens")),)
     if not isinstance(body, Sequence):
         raise InvalidRequestError("chunks must be a list")
-    return tuple(TokenChunk.from_wire(chunk) for chunk in body)
+    return tuple(_chunk_from_wire(chunk) for chunk in body)
 
 
-def chunk_tokens(chunks: Sequence[TokenChunk]) -> IntArray:
+def _chunk_from_wire(body: Any) -> Chunk:
+    kind = body.get("kind") if isinstance(body, Mapping) else None
+    if not isinstance(kind, str) or kind not in _CHUNKS:
+        raise InvalidRequestError(f"unknown chunk kind {kind!r}", hint="this server takes chunks of kind 'tokens' and 'image'")
+    return _CHUNKS[kind].from_wire(body)
+
+
+def chunk_tokens(chunks: Sequence[Chunk]) -> IntArray:
     """All tokens of the chunks in order, int32[T]."""
     if len(chunks) == 1:
         return chunks[0].tokens
     return np.concatenate([c.tokens for c in chunks]) if chunks else np.zeros(0, np.int32)
+
+
+def as_chunks(tokens: Sequence[int] | IntArray | Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Chunks as they are, or token ids as one chunk."""
+    if not isinstance(tokens, np.ndarray) and len(tokens) and isinstance(tokens[0], TokenChunk | ImageChunk):
+        return tuple(chunk for chunk in tokens if isinstance(chunk, TokenChunk | ImageChunk))
+    return (TokenChunk(np.asarray(tokens, np.int32)),)
+
+
+def placed_images(chunks: Iterable[Chunk]) -> tuple[tuple[int, ImageChunk], ...]:
+    """The images among the chunks, each with the position of its first token."""
+    found, position = [], 0
+    for chunk in chunks:
+        if isinstance(chunk, ImageChunk):
+            found.append((position, chunk))
+        position += len(chunk.tokens)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -82,10 +138,11 @@ class Datum:
     """One sequence to train on.
 
     `chunks` are the T input tokens; `targets` (int32[T]) the token that follows each of them (pre-shifted). The named
-    arrays are float32[T], aligned to `targets`; `weights` is 1 where the target is in the loss and 0 elsewhere.
+    arrays are float32[T], aligned to `targets`; `weights` is 1 where the target is in the loss and 0 elsewhere. A target that
+    is part of an image is never in the loss.
     """
 
-    chunks: tuple[TokenChunk, ...]
+    chunks: tuple[Chunk, ...]
     targets: IntArray
     arrays: dict[str, FloatArray] = field(default_factory=dict)
 
@@ -135,6 +192,12 @@ class Datum:
             arrays[name] = array
         if "weights" not in arrays:
             raise InvalidRequestError("a datum needs 'weights': 1 where the target is in the loss, 0 elsewhere")
+        for start, image in placed_images(chunks):
+            if arrays["weights"][max(start - 1, 0) : start + len(image.tokens) - 1].any():
+                raise InvalidRequestError(
+                    f"the image at token {start} of a datum is in the loss: nobody sampled it",
+                    hint="weights are 0 where the target is a token of an image",
+                )
         return cls(chunks, targets, arrays)
 
 
@@ -164,7 +227,7 @@ class SampleRequest:
     """`n` samples for one prompt. A retry with the same `request_id` gets the first attempt's answer."""
 
     request_id: str
-    prompt: tuple[TokenChunk, ...]
+    prompt: tuple[Chunk, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     prompt_logprobs: bool = False

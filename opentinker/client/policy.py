@@ -1,8 +1,10 @@
 """The client of one policy on a job server."""
 
 import asyncio
+import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -12,24 +14,31 @@ from opentinker.client import wire
 from opentinker.client.http import Deadline, HttpClient
 from opentinker.client.messages import (
     AdamParams,
+    Chunk,
     Datum,
     FloatArray,
+    ImageChunk,
     IntArray,
     LossConfig,
     Minibatch,
     SampleRequest,
     SampleResult,
     SamplingParams,
-    TokenChunk,
     TokenScore,
+    as_chunks,
 )
-from opentinker.errors import from_problem
+from opentinker.errors import ImageMissingError, from_problem
 
 POLL_S = 20.0
 """How long one poll is held by the server."""
 COMMAND_DEADLINE_S = 3600.0
+UPLOAD_DEADLINE_S = 300.0
+UPLOAD_BYTES = 64 * 2**20
+"""Images that travel in one request, unless one alone is larger."""
+IMAGE_ATTEMPTS = 3
+"""How often a request is sent whose images the server has dropped."""
 
-Prompt = Sequence[int] | IntArray | Sequence[TokenChunk]
+Prompt = Sequence[int] | IntArray | Sequence[Chunk]
 
 
 class PolicyClient:
@@ -45,9 +54,14 @@ class PolicyClient:
         self._path = f"/v1/policies/{quote(policy, safe='')}"
         self._numbering = asyncio.Lock()
         self._next_seq: int | None = None
+        self._uploading = asyncio.Lock()
+        self._uploaded: dict[str, IntArray] = {}
+        """The tokens of each image that was sent, by its hash."""
+        self._expansions: dict[bytes, IntArray] = {}
 
     async def info(self) -> dict[str, Any]:
-        """base_model, engine, max_model_len, vocab_size, stop_token_ids, device."""
+        """base_model, engine, max_model_len, vocab_size, stop_token_ids, device, and image_placeholder: the text that the chat
+        template puts for an image, None if the model takes none."""
         info: dict[str, Any] = await self._http.request("GET", "/v1/info")
         return info
 
@@ -60,6 +74,42 @@ class PolicyClient:
         """policy, version, next_seq."""
         state: dict[str, Any] = await self._http.request("GET", self._path)
         return state
+
+    async def upload(self, images: Iterable[bytes]) -> dict[str, ImageChunk]:
+        """Give the server images (whole PNG, JPEG or WebP files) that prompts and data will show, each sent once however often
+        this is called; the chunk that stands for each, by the SHA-256 of its bytes.
+
+            (chunk,) = (await policy.upload([png])).values()
+            await policy.sample([TokenChunk(before), chunk, TokenChunk(after)], params)
+
+        Raises:
+            InvalidRequestError: an image is broken or too large, or the model takes none.
+        """
+        wanted = {hashlib.sha256(data).hexdigest(): data for data in images}
+        # One at a time: whoever waits finds that another has sent the image meanwhile.
+        async with self._uploading:
+            for part in _parts({sha256: data for sha256, data in wanted.items() if sha256 not in self._uploaded}):
+                body = wire.pack({"images": list(part.values())})
+                answer = await self._http.request("POST", f"{self._path}/images", content=body, deadline_s=UPLOAD_DEADLINE_S)
+                for sha256 in part:
+                    tokens = np.asarray(answer["images"][sha256]["tokens"], np.int32)
+                    # Images of one size have the same tokens: they are kept once.
+                    self._uploaded[sha256] = self._expansions.setdefault(tokens.tobytes(), tokens)
+            return {sha256: ImageChunk(sha256, self._uploaded[sha256], data) for sha256, data in wanted.items()}
+
+    async def _upload_again(self, chunks: Iterable[Chunk], error: ImageMissingError) -> None:
+        """Send what the server has dropped.
+
+        Raises:
+            ImageMissingError: an image was never uploaded through `upload`, so that its bytes are not known here.
+        """
+        images = [chunk for chunk in chunks if isinstance(chunk, ImageChunk)]
+        found = [image.data for image in images if image.data is not None]
+        if not images or len(found) < len(images):
+            raise error
+        for image in images:
+            self._uploaded.pop(image.sha256, None)
+        await self.upload(found)
 
     async def sample(
         self,
@@ -79,13 +129,26 @@ class PolicyClient:
         Raises:
             VersionNotServedError: `version` is not the live one, or a publish with mode 'abort' replaced it meanwhile.
         """
-        request = SampleRequest(request_id or uuid.uuid4().hex, _chunks(prompt), params, n, prompt_logprobs, version)
+        request = SampleRequest(request_id or uuid.uuid4().hex, as_chunks(prompt), params, n, prompt_logprobs, version)
         deadline = Deadline(deadline_s)
-        wait_s = min(POLL_S, deadline_s)
-        operation = await self._http.request(
-            "POST", f"{self._path}/sample", content=wire.pack(request.to_wire()), wait_s=wait_s, deadline_s=deadline_s
-        )
-        return SampleResult.from_wire(await self._result(operation, deadline))
+        for attempt in range(1, IMAGE_ATTEMPTS + 1):
+            left_s = deadline.left_s()
+            operation = await self._http.request(
+                "POST",
+                f"{self._path}/sample",
+                content=wire.pack(request.to_wire()),
+                wait_s=min(POLL_S, left_s),
+                deadline_s=left_s,
+            )
+            try:
+                return SampleResult.from_wire(await self._result(operation, deadline))
+            except ImageMissingError as error:
+                if attempt == IMAGE_ATTEMPTS:
+                    raise
+                await self._upload_again(request.prompt, error)
+                # The old id would only find the failure again.
+                request = replace(request, request_id=f"{request.request_id[:190]}~{attempt}")
+        raise AssertionError("the last attempt returns or raises")
 
     async def forward(
         self, data: Sequence[Datum], *, compute: Sequence[TokenScore] = ("logprobs",), temperature: float = 1.0
@@ -101,13 +164,13 @@ class PolicyClient:
             InvalidRequestError: the policy cannot give one of them (no policy has a value head yet).
         """
         args = {"data": _wire(data), "compute": list(compute), "temperature": temperature}
-        result = await self.command("forward", args)
+        result = await self._train("forward", args, data)
         return {name: [np.asarray(score, np.float32) for score in result[name]] for name in compute}
 
     async def forward_backward(self, data: Sequence[Datum], loss: LossConfig, *, factor: float = 1.0) -> dict[str, Any]:
         """Accumulate gradients of factor * (sum of the loss): loss, metrics, logprobs."""
         args = {"data": _wire(data), "loss": loss.model_dump(), "factor": factor}
-        return await self.command("forward_backward", args)
+        return await self._train("forward_backward", args, data)
 
     async def optim_step(self, params: AdamParams) -> dict[str, Any]:
         """One AdamW step on the accumulated gradients: grad_norm."""
@@ -130,7 +193,16 @@ class PolicyClient:
             "optimizer": optimizer.model_dump(),
             "publish": publish,
         }
-        return await self.command("train_step", args)
+        return await self._train("train_step", args, data)
+
+    async def _train(self, command: str, args: dict[str, Any], data: Sequence[Datum]) -> dict[str, Any]:
+        """A command on data whose images the server may have dropped: then it did nothing, and is given anew."""
+        for _ in range(IMAGE_ATTEMPTS - 1):
+            try:
+                return await self.command(command, args)
+            except ImageMissingError as error:
+                await self._upload_again((chunk for datum in data for chunk in datum.chunks), error)
+        return await self.command(command, args)
 
     async def publish(self, mode: str = "drain") -> dict[str, Any]:
         """Sample from the trained weights from now on: version, parameters, drift, baseline, changed, seconds."""
@@ -170,10 +242,16 @@ class PolicyClient:
         return operation["result"]
 
 
-def _chunks(prompt: Prompt) -> tuple[TokenChunk, ...]:
-    if not isinstance(prompt, np.ndarray) and len(prompt) and isinstance(prompt[0], TokenChunk):
-        return tuple(chunk for chunk in prompt if isinstance(chunk, TokenChunk))
-    return (TokenChunk(np.asarray(prompt, np.int32)),)
+def _parts(images: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
+    """The images in parts that one request may carry."""
+    part: dict[str, bytes] = {}
+    for sha256, data in images.items():
+        if part and sum(map(len, part.values())) + len(data) > UPLOAD_BYTES:
+            yield part
+            part = {}
+        part[sha256] = data
+    if part:
+        yield part
 
 
 def _wire(data: Sequence[Datum]) -> list[dict[str, Any]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.client.code import environment_file, lacking, pack_files, pack_folder, relative_to_code
-from opentinker.client.task_files import check_task_files, named, task_files, travelling
+from opentinker.client.task_files import check_example_files, check_task_files, named, task_files, travelling
 from opentinker.config.base import apply_overrides, read_yaml
-from opentinker.config.job import InferenceJobConfig, JobConfig, RLJobConfig, parse_job
+from opentinker.config.job import InferenceJobConfig, JobConfig, RLJobConfig, SFTJobConfig, parse_job
 from opentinker.errors import ConfigError
 from opentinker.training.run import checked_environment
 
@@ -27,7 +27,7 @@ class Submission:
     lacking: Sequence[str]
     """Packages and variables that the environment needs and this process does not have: the environment is not checked here."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """What travels if no folder does: the files of tasks, by their names there."""
+    """What travels if no folder does: files of tasks or examples, by their names there."""
 
     def fields(self) -> dict[str, Any]:
         return self.config.model_dump(mode="json")
@@ -36,7 +36,7 @@ class Submission:
         """A zip of the folder or files. Raises: ConfigError when it is too large."""
         if self.folder is not None:
             return pack_folder(self.folder)
-        return pack_files(self.files, what="the files of tasks together") if self.files else None
+        return pack_files(self.files, what="the files of tasks or examples together") if self.files else None
 
 
 def read_job(source: JobSource, overrides: Sequence[str] = ()) -> JobConfig:
@@ -64,9 +64,14 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
             f"this job of kind '{job.kind}' lives as long as its client renews the lease, so it cannot be submitted and left",
             hint=_instead(job),
         )
+    beside = Path(source).parent if isinstance(source, str | Path) else Path()
+    if isinstance(job, SFTJobConfig):
+        examples = task_files(job, beside, Path())
+        check_example_files(job, examples)
+        names = travelling(examples, None)
+        return Submission(named(job, names), None, (), {names[key]: examples[key] for key in names})
     if not isinstance(job, RLJobConfig):
         return Submission(job, None, ())
-    beside = Path(source).parent if isinstance(source, str | Path) else Path()
     file = environment_file(job, beside)
     folder = file.parent if file else None
     if file is not None:
@@ -83,4 +88,4 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
 def _instead(job: JobConfig) -> str:
     if isinstance(job, InferenceJobConfig):
         return "leave out `lease`: then it runs until it is ended or reaches a limit; from Python, `Client.serve` holds a lease"
-    return "create it from Python with `Client.create_job`; what `opentinker submit` and `opentinker train` run is of kind 'rl'"
+    return "create it from Python with `Client.create_job`; `opentinker submit` and `opentinker train` run kinds 'rl' and 'sft'"

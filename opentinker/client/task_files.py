@@ -1,18 +1,21 @@
-"""Files of tasks that a job's config names: found beside it, checked, and sent along."""
+"""Files of tasks or examples that a job's config names: found beside it, checked, and sent along."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from opentinker.config.job import RLJobConfig, TasksConfig
+from opentinker.config.job import JobConfig, RLJobConfig, SFTJobConfig
+from opentinker.config.tasks import TasksConfig
 from opentinker.env.datasets import SUFFIXES, load_tasks
 from opentinker.env.environment import Environment
 from opentinker.errors import ConfigError
+from opentinker.training.conversations import read_rows
 
-FIELDS = ("train_tasks", "held_out_tasks")
+C = TypeVar("C", bound=JobConfig)
 
 
-def task_files(config: RLJobConfig, *folders: Path) -> dict[str, Path]:
-    """The file of each field of the config's environment that names one, from the first folder that has it.
+def task_files(config: JobConfig, *folders: Path) -> dict[str, Path]:
+    """The file of each field of the config that names one, from the first folder that has it.
 
     Raises:
         ConfigError: no folder has the file.
@@ -25,17 +28,20 @@ def task_files(config: RLJobConfig, *folders: Path) -> dict[str, Path]:
         file = next((c.resolve() for c in candidates if c.is_file()), None)
         if file is None:
             looked = " and ".join(str(f) for f in dict.fromkeys(c.parent.resolve() for c in candidates))
-            raise ConfigError(f"environment.{field}: there is no file {tasks.name}", hint=f"looked in {looked}")
+            raise ConfigError(f"{field}: there is no file {tasks.name}", hint=f"looked in {looked}")
         found[field] = file
     return found
 
 
-def named(config: RLJobConfig, names: Mapping[str, str]) -> RLJobConfig:
-    """The config with other names for its files of tasks."""
-    changed = {
-        field: tasks.model_copy(update={"name": names.get(field, tasks.name)}) for field, tasks in _given(config).items()
-    }
-    return config.model_copy(update={"environment": config.environment.model_copy(update=changed)})
+def named(config: C, names: Mapping[str, str]) -> C:
+    """The config with other names for its files."""
+    for field, tasks in _given(config).items():
+        section, _, key = field.partition(".")
+        changed = getattr(config, section).model_copy(
+            update={key: tasks.model_copy(update={"name": names.get(field, tasks.name)})}
+        )
+        config = config.model_copy(update={section: changed})
+    return config
 
 
 def travelling(files: Mapping[str, Path], folder: Path | None) -> dict[str, str]:
@@ -48,10 +54,11 @@ def travelling(files: Mapping[str, Path], folder: Path | None) -> dict[str, str]
     for field, file in files.items():
         if folder is not None and not file.is_relative_to(folder.resolve()):
             raise ConfigError(
-                f"environment.{field}: {file} is not in the environment's folder {folder}, which is all that travels",
+                f"{field}: {file} is not in the environment's folder {folder}, which is all that travels",
                 hint="move it there, or `opentinker train`",
             )
-        names[field] = f"{field}/{file.name}" if folder is None else file.relative_to(folder.resolve()).as_posix()
+        within = f"{field.partition('.')[2]}/{file.name}"
+        names[field] = within if folder is None else file.relative_to(folder.resolve()).as_posix()
     return names
 
 
@@ -66,5 +73,27 @@ def check_task_files(config: RLJobConfig, files: Mapping[str, Path], environment
             load_tasks(str(files[field]), columns=tasks.columns, required=environment.task_columns)
 
 
-def _given(config: RLJobConfig) -> dict[str, TasksConfig]:
-    return {field: tasks for field in FIELDS if (tasks := getattr(config.environment, field)) is not None}
+def check_example_files(config: SFTJobConfig, files: Mapping[str, Path]) -> None:
+    """As `check_task_files`, for conversations.
+
+    Raises:
+        ConfigError: a file cannot be read, is empty, or holds no conversations.
+    """
+    for field, source in _given(config).items():
+        if field in files:
+            read_rows(source.model_copy(update={"name": str(files[field])}))
+
+
+def _given(config: JobConfig) -> dict[str, TasksConfig]:
+    """Dotted path of the field -> what it names."""
+    match config:
+        case RLJobConfig(environment=environment):
+            named = {
+                "environment.train_tasks": environment.train_tasks,
+                "environment.held_out_tasks": environment.held_out_tasks,
+            }
+        case SFTJobConfig(data=data):
+            named = {"data.train": data.train, "data.held_out": data.held_out}
+        case _:
+            named = {}
+    return {field: tasks for field, tasks in named.items() if tasks is not None}

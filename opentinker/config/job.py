@@ -11,6 +11,8 @@ from opentinker.client.messages import AdamParams, StopString
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.requirements import MAX_REQUIREMENTS, check_requirements, check_secrets
+from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
+from opentinker.config.tasks import TasksConfig
 from opentinker.errors import ConfigError
 
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -177,24 +179,6 @@ class RolloutConfig(Config):
     """Retries of a sample that failed for a transient cause."""
     member_retries: Annotated[int, Field(ge=0)] = 1
     """How often an episode that ended in an error is run anew before its member is dropped from the group."""
-
-
-class TasksConfig(Config):
-    """Tasks from a file or a dataset, for any environment."""
-
-    name: str
-    """A .jsonl, .json, .parquet or .csv file (beside the environment's file, for a submitted job), or a dataset that the
-    `datasets` library can load."""
-    split: str = "train"
-    """Split of a dataset; a file is one split."""
-    subset: str | None = None
-    """Configuration of a dataset that has several, such as `main` of gsm8k."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Key that the environment expects -> column to take it from."""
-    limit: Count | None = None
-    """Only this many tasks, from the first."""
-    shuffle: bool = True
-    """Another order in each epoch, determined by `training.seed`; False keeps the rows' own order."""
 
 
 class EnvironmentConfig(Config):
@@ -377,6 +361,28 @@ class RLJobConfig(JobConfig):
         return _training_server(self.base_model, self.engine, self.trainer)
 
 
+class SFTJobConfig(JobConfig):
+    """Supervised fine-tuning on conversations."""
+
+    driven: ClassVar[bool] = True
+
+    kind: Literal["sft"] = "sft"
+    trainer: TrainerConfig = TrainerConfig()
+    data: ChatDataConfig
+    evaluation: SFTEvaluationConfig = SFTEvaluationConfig()
+    training: SFTTrainingConfig = SFTTrainingConfig()
+
+    @property
+    def policy_seed(self) -> int:
+        return self.training.seed
+
+    def default_name(self) -> str:
+        return PurePath(self.data.train.name).stem
+
+    def server(self) -> ServerConfig:
+        return _training_server(self.base_model, self.engine, self.trainer)
+
+
 class InteractiveJobConfig(JobConfig):
     """A job whose driver runs in the user's process: only what the cluster must host."""
 
@@ -433,9 +439,14 @@ def _training_server(base_model: str, engine: EngineConfig, trainer: TrainerConf
     return ServerConfig(base_model=base_model, engine=engine, dtype=trainer.dtype, trainer=trainer)
 
 
-KINDS: Mapping[str, type[JobConfig]] = {"rl": RLJobConfig, "interactive": InteractiveJobConfig, "inference": InferenceJobConfig}
+KINDS: Mapping[str, type[JobConfig]] = {
+    "rl": RLJobConfig,
+    "sft": SFTJobConfig,
+    "interactive": InteractiveJobConfig,
+    "inference": InferenceJobConfig,
+}
 """Every kind of job there is."""
-_PLANNED = ("sft", "preference")
+_PLANNED = ("preference",)
 
 
 def parse_job(values: Mapping[str, Any]) -> JobConfig:

@@ -24,6 +24,8 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _USERINFO = re.compile(r"://[^/\s]*@")
 _RESERVED = ("OPENTINKER_", "RAY_", "LD_", "PYTHON")
 """What these variables mean to the driver's process is not a job's to change."""
+_FOR_JOBS = ("OPENTINKER_ENV_TOKEN",)
+"""Except these: the token of the environment servers that a job uses."""
 
 
 def check_requirements(lines: Sequence[str]) -> tuple[str, ...]:
@@ -78,7 +80,7 @@ def check_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
     for variable, name in secrets.items():
         if not _VARIABLE.fullmatch(variable):
             raise ValueError(f"{variable[:80]!r} cannot be an environment variable's name")
-        if variable.upper().startswith(_RESERVED) or variable == "PATH":
+        if (variable.upper().startswith(_RESERVED) and variable not in _FOR_JOBS) or variable == "PATH":
             raise ValueError(f"{variable} has a meaning of its own for the driver; call the variable something else")
         if not re.fullmatch(SECRET_NAME, name):
             # It may be the value itself, so it is not repeated.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.config.base import nearest
+from opentinker.env.rows import JsonRows
 from opentinker.env.tasks import ListTasks
 from opentinker.errors import ConfigError
 
@@ -25,7 +26,7 @@ def load_tasks(
     base_dir: Path | None = None,
     required: Sequence[str] = (),
 ) -> ListTasks:
-    """The rows of a file or dataset as tasks (dicts).
+    """The rows of a file or dataset as tasks (dicts of JSON values; an image is a data URL).
 
     `columns` maps a task's key to the column that it is taken from; other columns keep their names. `split` and `subset` are
     for datasets by name; a file is one split. Relative paths start at `base_dir` (the working directory).
@@ -49,6 +50,8 @@ def load_tasks(
                 f"they have {', '.join(there) or 'none'}",
                 hint=f"{nearest(column, there)}; columns={{'{key}': ...}} takes '{key}' from another column",
             )
+    if hasattr(rows, "column_names"):
+        rows = JsonRows(rows)
     return ListTasks(_Renamed(rows, renamed) if any(k != c for k, c in renamed.items()) else rows, shuffle=shuffle)
 
 

@@ -30,6 +30,12 @@ class Message(TypedDict):
     """What the assistant thought before it answered, where the model thinks."""
 
 
+def images_of(messages: Sequence[Message]) -> list[Image]:
+    """The images that the messages show, in order."""
+    parts = (part for m in messages if not isinstance(m["content"], str) for part in m["content"])
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
 Tool = Mapping[str, Any]
 """What the policy may call, as OpenAI's schema: {"type": "function", "function": {"name", "description", "parameters"}}."""
 Reward = float | Mapping[str, float]
@@ -96,6 +102,10 @@ class Environment:
     def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
         """Where the tasks of a split come from; `args` are the constructor's arguments."""
         return GeneratedTasks(cls.make_task) if split == "train" else ListTasks(cls.held_out_tasks(), shuffle=False)
+
+    @classmethod
+    def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
+        """Called once, before any episode, with tasks from a file or dataset: raise a ConfigError if they are unfit."""
 
     def reset(self, task: Any) -> Observation | Awaitable[Observation]:
         """Begin an episode: the first observation, as text, image or messages (system prompt, solved examples, question)."""

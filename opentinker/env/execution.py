@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
+from opentinker.env.deadline import context_with
 from opentinker.env.environment import Action, Environment, Message, Part, StepResult, Tool
 from opentinker.env.threads import UserThreads
 from opentinker.errors import DeadlineError, EnvironmentFailedError
@@ -30,6 +31,7 @@ class EnvironmentSession:
         self._environment: Environment | None = None
         self._to_close: list[Environment] = []
         self._closed = False
+        self._done = False
         self.seconds = 0.0
         """Time spent in the environment so far."""
         self.tools: tuple[Tool, ...] = ()
@@ -61,8 +63,12 @@ class EnvironmentSession:
             DeadlineError: it took longer than `timeout_s`.
         """
         assert self._environment is not None, "step follows reset"
+        if self._done:
+            raise EnvironmentFailedError("step: the episode is done", hint="an environment is used once: make another one")
         what = f"{type(self._environment).__name__}.step"
-        return checked_step(await self._call(self._environment.step, timeout_s, what, action), what)
+        result = checked_step(await self._call(self._environment.step, timeout_s, what, action), what)
+        self._done = result.done
+        return result
 
     async def finalize(self, timeout_s: float) -> StepResult:
         """The environment's last reward, as the result of a step that is done.
@@ -97,7 +103,7 @@ class EnvironmentSession:
 
     async def _call(self, function: Callable[..., Any], timeout_s: float, what: str, *args: Any) -> Any:
         start = time.perf_counter()
-        task = asyncio.ensure_future(self._invoke(function, what, args))
+        task = asyncio.get_running_loop().create_task(self._invoke(function, what, args), context=context_with(timeout_s))
         try:
             done, _ = await asyncio.wait({task}, timeout=max(0.0, timeout_s))
             if not done:
@@ -117,13 +123,13 @@ class EnvironmentSession:
         else:
 
             def plain() -> Any:
-                with _reported(what, function):
+                with reported(what, function):
                     return function(*args)
 
             value = await self._threads.call(plain)
         if not isinstance(value, Awaitable):
             return value
-        with _reported(what, function):
+        with reported(what, function):
             return await value
 
 
@@ -135,7 +141,7 @@ def _taken(environments: list[Environment]) -> Iterator[Environment]:
 
 
 @contextmanager
-def _reported(what: str, function: Callable[..., Any]) -> Iterator[None]:
+def reported(what: str, function: Callable[..., Any]) -> Iterator[None]:
     """Turns whatever user code raises, SystemExit and StopIteration too, into an error that says where to look."""
     try:
         yield

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from opentinker.config.base import nearest
 from opentinker.env.environment import Environment
@@ -17,6 +18,8 @@ from opentinker.errors import EnvironmentLoadError
 
 ADAPTERS = ("gymnasium", "openenv", "pettingzoo", "reasoning_gym", "textarena", "verifiers")
 """Other ecosystems; each has a module in `opentinker.env.adapters`."""
+
+_names: "WeakKeyDictionary[type[Environment], tuple[str, Path]]" = WeakKeyDictionary()
 
 
 def load_environment(name: str | type[Environment], base_dir: Path | None = None) -> type[Environment]:
@@ -28,7 +31,15 @@ def load_environment(name: str | type[Environment], base_dir: Path | None = None
         EnvironmentLoadError: the name is unknown, the file or class is missing, the import fails, or the class is not an
             Environment.
     """
-    return _checked(_named(name, base_dir) if isinstance(name, str) else name, str(name))
+    found = _checked(_named(name, base_dir) if isinstance(name, str) else name, str(name))
+    if isinstance(name, str):
+        _names[found] = (name, (base_dir or Path()).resolve())
+    return found
+
+
+def name_of(environment: type[Environment]) -> tuple[str, Path] | None:
+    """By what name, relative to which folder, a class was loaded; None if it was given as a class."""
+    return _names.get(environment)
 
 
 def load_function(name: str, base_dir: Path | None = None) -> Callable[..., Any]:
@@ -129,4 +140,6 @@ def _checked(value: object, name: str) -> type[Environment]:
     missing = [method for method in ("reset", "step") if getattr(value, method) is getattr(Environment, method)]
     if missing:
         raise EnvironmentLoadError(f"{value.__name__} defines no {' and no '.join(missing)}")
+    if value.execution not in ("thread", "process"):
+        raise EnvironmentLoadError(f"{value.__name__}.execution is {value.execution!r}", hint="it is 'thread' or 'process'")
     return value

@@ -1,46 +1,69 @@
-"""Threads for plain (not async) user code: reused while it returns, abandoned when it hangs."""
+"""Threads for plain (not async) user code: reused while it returns, stopped when nobody waits for it any more."""
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from opentinker.env.stopping import Door, Stopper, stack_of
+
 T = TypeVar("T")
 
 
+class _Call:
+    """One call of user code, and who waits for its end."""
+
+    __slots__ = ("abandoned", "ended", "function", "future", "loop")
+
+    def __init__(
+        self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: "asyncio.Future[tuple[Any, Any]]"
+    ) -> None:
+        self.function = function
+        self.loop = loop
+        self.future = future
+        self.abandoned = self.ended = False
+
+    def run(self) -> Any:
+        # Whoever abandons a call says so before it looks for it behind the door: it has not begun, or it is found there.
+        return None if self.abandoned else self.function()
+
+
 class _Worker:
-    """One daemon thread; it goes back to the idle list by itself after each call."""
+    """One daemon thread; it goes back to the idle list by itself after each call, unless the call was abandoned."""
 
     def __init__(self, pool: "UserThreads") -> None:
         self._pool = pool
-        self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.AbstractEventLoop, asyncio.Future[Any]] | None] = (
-            SimpleQueue()
-        )
-        threading.Thread(target=self._run, name="opentinker-environment", daemon=True).start()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self.door = Door()
+        self._thread = threading.Thread(target=self._run, name="opentinker-environment", daemon=True)
+        self._thread.start()
 
-    def submit(self, call: Callable[[], Any], loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]") -> None:
-        self._calls.put((call, loop, future))
+    @property
+    def ident(self) -> int:
+        return self._thread.ident or 0
+
+    def submit(self, call: _Call) -> None:
+        self._calls.put(call)
 
     def stop(self) -> None:
         self._calls.put(None)
 
     def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, loop, future = item
+        while (call := self._calls.get()) is not None:
             value, error = None, None
             try:
-                value = call()
+                value = self.door.run(call, call.run)
             except BaseException as raised:  # user code; even SystemExit must not end the thread silently
                 error = raised
-            if not self._pool.release(self):
+            if not self._pool.release(self, call):
                 self.stop()
             try:
-                loop.call_soon_threadsafe(_resolve, future, value, error)
+                call.loop.call_soon_threadsafe(_resolve, call.future, value, error)
             except RuntimeError:  # the loop is closed: nobody waits for a late answer
                 return
-            del call, future, value, error, item
+            del call, value, error
 
 
 def _resolve(future: "asyncio.Future[tuple[Any, BaseException | None]]", value: Any, error: BaseException | None) -> None:
@@ -51,14 +74,20 @@ def _resolve(future: "asyncio.Future[tuple[Any, BaseException | None]]", value: 
 class UserThreads:
     """A pool without an upper size, whose caller bounds the number of calls.
 
-    A call that never returns costs its thread and nothing else: the next call gets another one. Threads are daemons, so a hung
-    one does not keep the process alive. As a context manager it stops its idle threads on leaving, busy ones once they return.
+    A call that nobody waits for any more is stopped by an exception raised in it, however deep in Python code; one that is
+    in a blocking C function gets it when that returns. Until then it costs its thread and nothing else: the next call gets
+    another one. Threads are daemons, so a hung one does not keep the process alive. As a context manager it stops its idle
+    threads on leaving, busy ones once they return.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stopper: Stopper | None = None) -> None:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
+        self._left: set[_Call] = set()
         self._closed = False
+        self.abandoned_at: Sequence[tuple[str, int]] = ()
+        """Files and lines that the call which was abandoned last was executing then, the innermost last."""
+        self._stopper = stopper or Stopper()
 
     def __enter__(self) -> Self:
         return self
@@ -70,25 +99,49 @@ class UserThreads:
         for worker in idle:
             worker.stop()
 
-    def release(self, worker: _Worker) -> bool:
-        """A worker is free again; False tells it to stop."""
+    @property
+    def abandoned(self) -> int:
+        """Calls that nobody waits for and that have not ended yet."""
         with self._lock:
-            if not self._closed:
+            return len(self._left)
+
+    def release(self, worker: _Worker, call: _Call) -> bool:
+        """A worker has ended a call; False tells it to stop."""
+        with self._lock:
+            call.ended = True
+            self._left.discard(call)
+            keep = not (self._closed or call.abandoned)
+            if keep:
                 self._idle.append(worker)
-            return not self._closed
+            return keep
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run `function` in a thread. Cancelling the wait abandons the thread, and what it still does is ignored.
+        """Run `function` in a thread. Cancelling the wait abandons the call: it is stopped, and what it still does is ignored.
 
         Raises:
             whatever `function` raises.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[tuple[T, BaseException | None]] = loop.create_future()
+        call = _Call(function, loop, future)
         with self._lock:
             worker = self._idle.pop() if self._idle else None
-        (worker or _Worker(self)).submit(function, loop, future)
-        value, error = await future
+        worker = worker or _Worker(self)
+        worker.submit(call)
+        try:
+            value, error = await future
+        except BaseException:
+            self._abandon(worker, call)
+            raise
         if error is not None:
             raise error
         return value
+
+    def _abandon(self, worker: _Worker, call: _Call) -> None:
+        with self._lock:
+            call.abandoned = True
+            if call.ended:
+                return
+            self._left.add(call)
+        self.abandoned_at = stack_of(worker.ident)
+        self._stopper.stop(worker.door, call)

@@ -7,6 +7,7 @@ is the same after any history: only then may a turn be rendered alone and append
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from opentinker.env.environment import Message
 from opentinker.errors import RenderingError
@@ -15,6 +16,8 @@ RenderText = Callable[[Sequence[Message], bool], str]
 """(messages, add generation prompt) -> text."""
 Encode = Callable[[str], list[int]]
 
+Kind = tuple[str, str]
+"""A message's role and what its content consists of, as `chunks.shape_of` says it: "" is a text, "it" an image and a text."""
 _ANSWER = "Zanswerq{}z"
 _SAID = "Zsaidq{}z"
 _TURNS = 3
@@ -22,7 +25,7 @@ _TURNS = 3
 
 @dataclass(frozen=True)
 class TurnShape:
-    """What the probe found for observations of certain roles.
+    """What the probe found for observations of certain roles and contents.
 
     `opening` are the tokens from the end of the policy's action to the first word of the observation: the turn closer and the
     observation's header. `broken` says how the template fails to preserve its prefix; it is empty when it does.
@@ -46,30 +49,32 @@ def delta_text(render: RenderText, observation: Sequence[Message]) -> str:
     return after[0]
 
 
-def probe_turns(render: RenderText, encode: Encode, roles: Sequence[str]) -> TurnShape:
-    """The shape of a turn whose observation has messages of these roles.
+def probe_turns(render: RenderText, encode: Encode, kinds: Sequence[Kind], placeholder: str = "") -> TurnShape:
+    """The shape of a turn whose observation has messages of these kinds; `placeholder` is what stands for an image.
 
     Raises:
         RenderingError: the template refuses such a conversation even without system message and thinking.
     """
-    observation = [_message(role, _SAID.format(i)) for i, role in enumerate(roles)]
-    opening, said, _ = delta_text(render, observation).partition(_SAID.format(0))
+    observation = [_message(role, _SAID.format(i), shape) for i, (role, shape) in enumerate(kinds)]
+    first = placeholder if placeholder and kinds and kinds[0][1].startswith("i") else _SAID.format(0)
+    opening, said, _ = delta_text(render, observation).partition(first)
     broken = "" if said else "an observation's text does not follow the answer"
     for system, thinking in ((False, False), (True, False), (False, True)):
         try:
-            broken = broken or _first_break(render, encode, roles, system, thinking)
+            broken = broken or _first_break(render, encode, kinds, system, thinking)
         except RenderingError:
             if not system and not thinking:
                 raise
     return TurnShape(tuple(encode(opening)), broken)
 
 
-def _first_break(render: RenderText, encode: Encode, roles: Sequence[str], system: bool, thinking: bool) -> str:
+def _first_break(render: RenderText, encode: Encode, kinds: Sequence[Kind], system: bool, thinking: bool) -> str:
     messages = [_message("system", "Zsystemqz")] if system else []
     where = f"in a conversation {'with' if system else 'without'} a system message{', with thinking' if thinking else ''}"
     before = answer = ""
     for turn in range(_TURNS):
-        said = [_message(role, _SAID.format(f"{turn}t{i}")) for i, role in enumerate(roles if turn else ("user",))]
+        now = kinds if turn else (("user", ""),)
+        said = [_message(role, _SAID.format(f"{turn}t{i}"), shape) for i, (role, shape) in enumerate(now)]
         messages += said
         prompt = render(messages, True)
         if turn:
@@ -91,5 +96,9 @@ def _first_break(render: RenderText, encode: Encode, roles: Sequence[str], syste
     return ""
 
 
-def _message(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
+def _message(role: str, text: str, shape: str = "") -> Message:
+    """A message that says `text`; of an image the template needs no more than that it is one."""
+    if not shape:
+        return {"role": role, "content": text}
+    parts = [{"type": "text", "text": text} if kind == "t" else {"type": "image"} for kind in shape]
+    return cast(Message, {"role": role, "content": parts})

@@ -72,7 +72,11 @@ class ChatTokenizer:
         return index if index is not None else getattr(self, "unk_token_id", None)
 
     def render_text(
-        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = (), **template_kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Tool] = (),
+        **template_kwargs: Any,
     ) -> str:
         """What the chat template makes of the messages and tools.
 

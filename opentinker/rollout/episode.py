@@ -3,18 +3,20 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from opentinker.client.messages import Sample, SamplingParams
+from opentinker.client.messages import ImageChunk, Sample, SamplingParams
 from opentinker.config.job import RolloutConfig
-from opentinker.env.environment import Message
-from opentinker.env.execution import EnvironmentSession
+from opentinker.env.environment import Message, images_of
+from opentinker.env.processes import Session
 from opentinker.errors import (
+    ConfigError,
     ContextOverflowError,
     DeadlineError,
     EngineError,
     EnvironmentFailedError,
+    InvalidRequestError,
     OpenTinkerError,
     UnavailableError,
 )
@@ -35,7 +37,7 @@ from opentinker.rollout.machine import (
     Step,
     StepDone,
 )
-from opentinker.rollout.types import Episode, GenerateFn
+from opentinker.rollout.types import Episode, GenerateFn, UploadFn
 
 CLOSE_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.25
@@ -50,12 +52,13 @@ class EpisodeDriver:
     def __init__(
         self,
         machine: EpisodeMachine,
-        session: EnvironmentSession,
+        session: Session,
         generate: GenerateFn,
         config: RolloutConfig,
         sampling: SamplingParams,
         request_id: str,
         seed_of_turn: Callable[[int], int],
+        upload: UploadFn | None = None,
     ) -> None:
         self._machine = machine
         self._session = session
@@ -64,6 +67,7 @@ class EpisodeDriver:
         self._sampling = sampling
         self._request_id = request_id
         self._seed_of_turn = seed_of_turn
+        self._upload = upload
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + config.episode_timeout_s
         self._generation_s = 0.0
@@ -109,11 +113,15 @@ class EpisodeDriver:
             match request:
                 case Reset(task):
                     observation = await self._session.reset(task, min(left, self._config.reset_timeout_s))
-                    return ResetDone(observation, self._session.tools, self._session.finalizes)
+                    images = await self._images(observation)
+                    return ResetDone(observation, self._session.tools, self._session.finalizes, images)
                 case Step(action):
                     result = await self._session.step(action, min(left, self._config.step_timeout_s))
                     observation = cast(tuple[Message, ...], result.observation)
-                    return StepDone(cast(float, result.reward), result.done, observation, result.metrics, result.components)
+                    images = {} if result.done else await self._images(observation)
+                    return StepDone(
+                        cast(float, result.reward), result.done, observation, result.metrics, result.components, images
+                    )
                 case Finalize():
                     result = await self._session.finalize(min(left, self._config.step_timeout_s))
                     return Finalized(cast(float, result.reward), result.components)
@@ -121,9 +129,31 @@ class EpisodeDriver:
                     return await self._sample(request, min(left, self._config.generation_timeout_s))
         except DeadlineError as error:
             return DeadlinePassed(error.detail)
-        except EnvironmentFailedError as error:
+        except (EnvironmentFailedError, UnavailableError) as error:
             return Failed(str(error))
         raise ValueError(f"a single agent's episode does not ask for {type(request).__name__}")
+
+    async def _images(self, observation: Sequence[Message]) -> Mapping[str, ImageChunk]:
+        """What stands for the observation's images in a prompt, when the server has them.
+
+        Raises:
+            EnvironmentFailedError: the server refuses an image.
+            ConfigError: this driver has no server for images.
+            DeadlineError, UnavailableError: the server does not answer.
+        """
+        images = images_of(observation)
+        if not images:
+            return {}
+        if self._upload is None:
+            raise ConfigError("the environment shows images, and nothing was given that takes them")
+        timeout_s = min(self._deadline - self._clock(), self._config.generation_timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._upload(images)
+        except TimeoutError:
+            raise DeadlineError(f"the server did not take the observation's images within {timeout_s:.3g} s") from None
+        except InvalidRequestError as error:
+            raise EnvironmentFailedError(f"the server refuses an image of the observation: {error}") from error
 
     async def _sample(self, request: Generate, timeout_s: float) -> Event:
         start = self._clock()
@@ -147,7 +177,7 @@ class EpisodeDriver:
             if attempt:
                 await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
             try:
-                sample = await self._generate(request.tokens, params, f"{self._request_id}-{turn}.{failures}")
+                sample = await self._generate(request.chunks or request.tokens, params, f"{self._request_id}-{turn}.{failures}")
                 if sample.finish_reason != "abort":
                     return sample
                 error: OpenTinkerError = EngineError("the engine aborted the request")

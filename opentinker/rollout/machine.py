@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from opentinker.client.messages import IntArray, Sample
+from opentinker.client.messages import Chunk, ImageChunk, IntArray, Sample, as_chunks
 from opentinker.env.environment import Action, Message, Tool
 from opentinker.errors import RenderingError
+from opentinker.rendering.chunks import NO_IMAGES, Images, Rendered
 from opentinker.rollout.trajectory import RunKind, Trajectory
 from opentinker.rollout.types import EpisodeStatus, Termination
 
@@ -28,22 +29,29 @@ from opentinker.rollout.types import EpisodeStatus, Termination
 class Renderer(Protocol):
     """What the machine needs of `ConversationRenderer`."""
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]: ...
+    def render_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), images: Images = NO_IMAGES
+    ) -> Rendered: ...
 
     def parse(self, action_tokens: Sequence[int], finished: bool = False) -> Action: ...
 
     def observation_delta(
-        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
-    ) -> list[int]: ...
+        self,
+        action_tokens: Sequence[int],
+        observation: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        images: Images = NO_IMAGES,
+    ) -> Rendered: ...
 
 
 @dataclass(frozen=True)
 class ResetDone:
-    """`finalizes`: the environment has a last reward to give."""
+    """`finalizes`: the environment has a last reward to give. `images` stand for those of the observation, by their hash."""
 
     observation: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     finalizes: bool = False
+    images: Images = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class StepDone:
     observation: tuple[Message, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
     components: dict[str, float] = field(default_factory=dict)
+    images: Images = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,10 +119,11 @@ class AwaitTurn:
 
 @dataclass(frozen=True)
 class Generate:
-    """Sample an action of at most `max_tokens` tokens after `tokens` (int32[T])."""
+    """Sample an action of at most `max_tokens` tokens after `tokens` (int32[T]), which are `chunks` where they show images."""
 
     tokens: IntArray
     max_tokens: int
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,6 +181,7 @@ class EpisodeMachine:
         self.metrics: dict[str, float] = {}
         self.components: dict[str, float] = {}
         self.tools: tuple[Tool, ...] = ()
+        self._images: dict[str, ImageChunk] = {}
         self.error = ""
         self.prefix_breaks = 0
 
@@ -199,8 +210,9 @@ class EpisodeMachine:
                 return self._fail(Termination.ERROR_GENERATION, error)
             case _, Failed(error):
                 return self._fail(Termination.ERROR_ENV, error)
-            case Reset(), ResetDone(observation, tools, finalizes):
+            case Reset(), ResetDone(observation, tools, finalizes, images):
                 self.tools, self._finalizes = tools, finalizes
+                self._images |= images
                 return self._observed((), observation)
             case AwaitTurn(), TurnGranted():
                 return self._generate()
@@ -251,6 +263,7 @@ class EpisodeMachine:
         self.rewards.append(result.reward)
         self.metrics.update(result.metrics)
         self._add(result.components)
+        self._images |= result.images
         if result.done or len(self.rewards) >= self._max_turns:
             self.messages += result.observation
             return self._end(Termination.DONE if result.done else Termination.TRUNCATED_TURNS)
@@ -262,14 +275,13 @@ class EpisodeMachine:
         self.messages += observation
         delta = self._delta(action, observation) if action else None
         try:
-            prompt = self._renderer.render_prompt(self.messages, self.tools) if delta is None else delta
+            prompt = delta or as_chunks(self._renderer.render_prompt(self.messages, self.tools, self._images))
         except RenderingError as error:
             return self._fail(Termination.ERROR_ENV, str(error))
-        seen = 0 if delta is None else len(self.trajectories[-1])
-        if seen + len(prompt) >= self._max_model_len:
+        length = sum(len(chunk.tokens) for chunk in prompt) + (0 if delta is None else len(self.trajectories[-1]))
+        if length >= self._max_model_len:
             self.error = (
-                f"the context has {seen + len(prompt)} tokens, which leaves no room in engine.max_model_len = "
-                f"{self._max_model_len}"
+                f"the context has {length} tokens, which leaves no room in engine.max_model_len = {self._max_model_len}"
             )
             return self._end(Termination.TRUNCATED_CONTEXT)
         if delta is None:
@@ -278,13 +290,14 @@ class EpisodeMachine:
         self.trajectories[-1].append_rendered(RunKind.PROMPT if delta is None else RunKind.OBSERVATION, prompt)
         return AwaitTurn() if self._waits_for_turn else self._generate()
 
-    def _delta(self, action: Sequence[int], observation: tuple[Message, ...]) -> list[int] | None:
+    def _delta(self, action: Sequence[int], observation: tuple[Message, ...]) -> tuple[Chunk, ...] | None:
         """None when the template cannot append to what was sampled, so that the conversation is rendered anew."""
         try:
-            return self._renderer.observation_delta(action, observation, self.tools)
+            return as_chunks(self._renderer.observation_delta(action, observation, self.tools, self._images))
         except RenderingError:
             return None
 
     def _generate(self) -> Generate:
         tokens = self.trajectories[-1].tokens
-        return Generate(tokens, min(self._max_action_tokens, self._max_model_len - len(tokens)))
+        chunks = self.trajectories[-1].chunks if self._images else ()
+        return Generate(tokens, min(self._max_action_tokens, self._max_model_len - len(tokens)), chunks)

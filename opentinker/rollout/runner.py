@@ -9,13 +9,13 @@ from typing import Any
 from opentinker.client.messages import SamplingParams
 from opentinker.config.job import RolloutConfig, SamplingConfig
 from opentinker.env.environment import Environment
-from opentinker.env.execution import EnvironmentSession
+from opentinker.env.processes import SessionFactory
 from opentinker.env.threads import UserThreads
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rollout.episode import EpisodeDriver
 from opentinker.rollout.machine import EpisodeMachine
 from opentinker.rollout.seeds import derive_seed
-from opentinker.rollout.types import Episode, GenerateFn, Group
+from opentinker.rollout.types import Episode, GenerateFn, Group, UploadFn
 
 OnEpisode = Callable[[Episode], None]
 
@@ -32,7 +32,11 @@ class _Batch:
 
 
 class RolloutRunner:
-    """Plays episodes with one policy. Seeds derive from (run seed, step, task, member, turn), so that their order is free."""
+    """Plays episodes with one policy. Seeds derive from (run seed, step, task, member, turn), so that their order is free.
+
+    `make_environment` is the class, or a `functools.partial` of it, whose `execution` says where it runs. Processes are kept
+    from one `run` to the next; they end with `close`, or with the event loop.
+    """
 
     def __init__(
         self,
@@ -43,14 +47,16 @@ class RolloutRunner:
         sampling: SamplingConfig,
         max_model_len: int,
         run_seed: int,
+        upload: UploadFn | None = None,
     ) -> None:
         self._renderer = renderer
         self._generate = generate
-        self._make_environment = make_environment
+        self._sessions = SessionFactory(make_environment)
         self._config = config
         self._sampling = SamplingParams(**sampling.model_dump(), stop_token_ids=renderer.stop_token_ids)
         self._max_model_len = max_model_len
         self._run_seed = run_seed
+        self._upload = upload
 
     async def run(
         self,
@@ -91,6 +97,10 @@ class RolloutRunner:
             group.episodes.sort(key=lambda episode: episode.member)
         return groups
 
+    async def close(self) -> None:
+        """End the processes of the environments, if they have any."""
+        await self._sessions.close()
+
     async def _run_member(self, group: Group, member: int, batch: _Batch) -> None:
         for attempt in range(self._config.member_retries + 1):
             async with batch.slots:
@@ -117,11 +127,12 @@ class RolloutRunner:
         identity: list[int | str] = [batch.step, group.index, member, *([f"attempt {attempt}"] if attempt else [])]
         driver = EpisodeDriver(
             machine,
-            EnvironmentSession(self._make_environment, batch.threads),
+            self._sessions.session(batch.threads),
             self._generate,
             self._config,
             self._sampling,
             request_id=f"{batch.nonce}-{group.index}-{member}-{attempt}",
             seed_of_turn=lambda turn: derive_seed(self._run_seed, *identity, turn),
+            upload=self._upload,
         )
         return await driver.run(member)

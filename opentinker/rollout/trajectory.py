@@ -6,7 +6,17 @@ from enum import StrEnum
 
 import numpy as np
 
-from opentinker.client.messages import Datum, FloatArray, IntArray, Sample, TokenChunk, chunk_tokens
+from opentinker.client.messages import (
+    Chunk,
+    Datum,
+    FloatArray,
+    ImageChunk,
+    IntArray,
+    Sample,
+    TokenChunk,
+    as_chunks,
+    chunk_tokens,
+)
 
 
 class RunKind(StrEnum):
@@ -22,7 +32,7 @@ class Run:
     """Consecutive tokens of one kind. `sample` is there for ACTION runs and only for them."""
 
     kind: RunKind
-    chunks: tuple[TokenChunk, ...]
+    chunks: tuple[Chunk, ...]
     sample: Sample | None = None
 
     def __post_init__(self) -> None:
@@ -48,9 +58,9 @@ class Trajectory:
 
     runs: list[Run] = field(default_factory=list)
 
-    def append_rendered(self, kind: RunKind, tokens: Sequence[int]) -> None:
-        """Add rendered tokens (PROMPT or OBSERVATION)."""
-        self.runs.append(Run(kind, (TokenChunk(np.asarray(tokens, np.int32)),)))
+    def append_rendered(self, kind: RunKind, rendered: Sequence[int] | Sequence[Chunk]) -> None:
+        """Add what was rendered (PROMPT or OBSERVATION)."""
+        self.runs.append(Run(kind, as_chunks(rendered)))
 
     def append_sample(self, sample: Sample) -> None:
         """Add an action exactly as it was sampled."""
@@ -63,6 +73,21 @@ class Trajectory:
 
     def __len__(self) -> int:
         return sum(len(r) for r in self.runs)
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All tokens and images in order, neighbouring tokens in one chunk."""
+        joined: list[Chunk] = []
+        tokens: list[IntArray] = []
+        for chunk in (chunk for run in self.runs for chunk in run.chunks):
+            if isinstance(chunk, TokenChunk):
+                tokens.append(chunk.tokens)
+                continue
+            if tokens:
+                joined.append(TokenChunk(np.concatenate(tokens)))
+                tokens = []
+            joined.append(chunk)
+        return (*joined, TokenChunk(np.concatenate(tokens))) if tokens else tuple(joined)
 
     @property
     def loss_mask(self) -> FloatArray:
@@ -91,13 +116,17 @@ class Trajectory:
 
     def to_datum(self) -> Datum:
         """The trajectory as pre-shifted training data; advantages are still to come."""
-        tokens, mask = self.tokens, self.loss_mask
-        weights = mask[1:]
+        chunks = self.chunks
+        while isinstance(chunks[-1], ImageChunk):
+            chunks = chunks[:-1]  # nobody acted on it, and an image is never cut
+        tokens = chunk_tokens(chunks)
+        weights = self.loss_mask[1 : len(tokens)]
+        last = TokenChunk(chunks[-1].tokens[:-1])
         return Datum(
-            chunks=(TokenChunk(tokens[:-1]),),
+            chunks=(*chunks[:-1], last) if len(last.tokens) or len(chunks) == 1 else chunks[:-1],
             targets=tokens[1:],
             arrays={
                 "weights": weights,
-                "behaviour_logprobs": self.behaviour_logprobs[1:],
+                "behaviour_logprobs": self.behaviour_logprobs[1 : len(tokens)],
             },
         )

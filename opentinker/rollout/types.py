@@ -1,11 +1,13 @@
 """The words of rollouts: how an episode stands, how it ended, what it leaves behind, and the groups that are compared."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from opentinker.client.messages import IntArray, Sample, SamplingParams
+from opentinker.client.messages import Chunk, ImageChunk, IntArray, Sample, SamplingParams
 from opentinker.env.environment import Message, Tool
+from opentinker.images import Image
 from opentinker.rollout.trajectory import Trajectory
 
 
@@ -43,12 +45,25 @@ class Termination(StrEnum):
 class GenerateFn(Protocol):
     """Where actions come from: a policy over HTTP in training and evaluation, a stub in a unit test."""
 
-    async def __call__(self, prompt: IntArray, params: SamplingParams, request_id: str) -> Sample:
-        """One sample for the prompt's token ids, int32[P].
+    async def __call__(self, prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
+        """One sample for the prompt: its token ids, int32[P], or, where it shows images, its chunks.
 
         Raises:
             UnavailableError: try again with the same `request_id`.
             EngineError: try again with another `request_id`.
+        """
+        ...
+
+
+class UploadFn(Protocol):
+    """How the policy's server comes to know the images of an observation."""
+
+    async def __call__(self, images: Sequence[Image]) -> Mapping[str, ImageChunk]:
+        """What stands for each image in a prompt, by its hash.
+
+        Raises:
+            InvalidRequestError: an image is broken or too large.
+            OpenTinkerError: no image will ever do.
         """
         ...
 

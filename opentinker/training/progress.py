@@ -10,6 +10,8 @@ from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
+_CURVES = {"step": "reward_mean", "sft_step": "loss"}
+"""By kind of row, what is drawn."""
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
@@ -33,6 +35,16 @@ def step_line(row: Mapping[str, Any], total: int) -> str:
     return "  ".join(parts)
 
 
+def sft_line(row: Mapping[str, Any], total: int) -> str:
+    """A step of supervised fine-tuning in one line."""
+    width = len(str(total))
+    parts = [f"step {row['step']:>{width}}/{total}", f"loss {_number(row['loss'])}"]
+    parts += [f"{row['tokens_per_s'] or 0:.0f} tok/s", f"{row['step_s']:.1f} s"]
+    if row["dropped"]:
+        parts.append(f"{row['dropped']} examples too long")
+    return "  ".join(parts)
+
+
 def evaluation_line(row: Mapping[str, Any]) -> str:
     """An evaluation row in one line."""
     name, value, half_width = (
@@ -49,7 +61,8 @@ class Progress:
         self.total_steps = total_steps
         self._title = title
         self._console = console or Console()
-        self._rewards: list[float] = []
+        self._curve: list[float] = []
+        self._label = "reward"
         self._evaluations: list[str] = []
         self._now = "starting"
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
@@ -73,14 +86,15 @@ class Progress:
 
     def __call__(self, row: dict[str, Any]) -> None:
         line = row_line(row, self.total_steps)
-        if row["kind"] == "evaluation":
+        if row["kind"] in ("evaluation", "sft_evaluation"):
             self._evaluations.append(line)
         else:
             self._now = line
         if row["kind"] == "resumed":
-            self._rewards = []
-        elif row["kind"] == "step" and row["reward_mean"] is not None:
-            self._rewards.append(row["reward_mean"])
+            self._curve = []
+        else:
+            self._curve += [row[key] for kind, key in _CURVES.items() if row["kind"] == kind and row[key] is not None]
+            self._label = "loss" if row["kind"] == "sft_step" else self._label
         self._draw() if self._live else self._print(line)
 
     def _print(self, line: str) -> None:
@@ -90,14 +104,9 @@ class Progress:
         if self._live is None:
             return
         lines = [Text.assemble((self._title, "bold"), "  ", self._now)]
-        if self._rewards:
+        if curve := self._curve:
             lines.append(
-                Text.assemble(
-                    ("reward ", "dim"),
-                    f"{self._rewards[0]:.2f} ",
-                    (sparkline(self._rewards), "green"),
-                    f" {self._rewards[-1]:.2f}",
-                )
+                Text.assemble((f"{self._label} ", "dim"), f"{curve[0]:.2f} ", (sparkline(curve), "green"), f" {curve[-1]:.2f}")
             )
         lines += [Text(line, "cyan") for line in self._evaluations[-3:]]
         self._live.update(Group(*lines))
@@ -108,6 +117,10 @@ def row_line(row: Mapping[str, Any], total_steps: int) -> str:
     match row["kind"]:
         case "evaluation":
             return evaluation_line(row)
+        case "sft_step":
+            return sft_line(row, total_steps)
+        case "sft_evaluation":
+            return f"held-out loss {row['loss']:.3f} after {row['step']} steps ({row['examples']} examples)"
         case "stopping":
             return f"{row['reason']}: {row['action']}"
         case "resumed":

@@ -12,10 +12,12 @@ import yaml
 from opentinker.errors import ConfigError
 from opentinker.images import Image
 from opentinker.training.metrics import Row, finite, summarize
-from opentinker.training.report import render_report
+from opentinker.training.report import Render, render_report
 from opentinker.training.transcripts import image_file
 
 Listener = Callable[[Row], None]
+Summarize = Callable[[Sequence[Row]], dict[str, Any]]
+"""The headline numbers of a run's rows."""
 
 
 class Recorder:
@@ -28,6 +30,8 @@ class Recorder:
         *,
         listeners: tuple[Listener, ...] = (),
         resume_at: int | None = None,
+        summarize: Summarize = summarize,
+        render: Render = render_report,
     ) -> None:
         """With `resume_at` the folder's run goes on after that step; -1 starts it anew. What it did beyond stays in the
         files, before a row of kind `resumed` that says what no longer counts (`standing_rows`).
@@ -40,6 +44,7 @@ class Recorder:
         self._config = dict(config)
         self._transcripts: list[dict[str, Any]] = []
         self._listeners = listeners
+        self._summarize, self._render = summarize, render
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if resume_at is not None:
@@ -76,14 +81,14 @@ class Recorder:
         """Write the summary and the report; the summary. May be called again after more rows."""
         report = self.folder / "report.html"
         summary = {
-            **summarize(self.rows),
+            **self._summarize(self.rows),
             "wall_s": wall_s,
             "report": str(report.resolve()),
             "checkpoint": checkpoint,
             "run_dir": str(self.folder.resolve()),
         }
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        report.write_text(render_report(self._config, self.rows, self._transcripts, summary, self.folder))
+        report.write_text(self._render(self._config, self.rows, self._transcripts, summary, self.folder))
         return summary
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ import yaml
 from opentinker.training.svg import Series, line_chart, number
 
 Row = Mapping[str, Any]
+Render = Callable[..., str]
+"""(config, rows, transcripts, summary, folder) -> the page."""
 
 MESSAGES_SHOWN = 4
 PAIRS_SHOWN = 6
@@ -69,18 +71,27 @@ def render_report(
 ) -> str:
     """The page, from a run's config, metrics rows, transcript rows and summary; images of transcripts are in `folder`."""
     name = config.get("name") or f"{config['environment']['name']} on {config['base_model']}"
-    trained = f"LoRA rank {config['lora']['rank']}" if config.get("lora") else "full parameters"
     subtitle = (
-        f"{config['algorithm']['kind'].upper()} · {config['base_model']} · {trained} · "
+        f"{config['algorithm']['kind'].upper()} · {config['base_model']} · {trained_part(config)} · "
         f"learning rate {config['training']['optimizer']['learning_rate']:g} · seed {config['training']['seed']}"
     )
+    return page(name, subtitle, f"{_cards(summary)}{_curves(rows)}{_transcripts(transcripts, folder)}", config)
+
+
+def page(name: str, subtitle: str, body: str, config: Mapping[str, Any]) -> str:
+    """A run's page around its `body`, which is HTML; everything else is escaped here."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(name)}</title><style>{_STYLE}</style></head><body><main>"
-        f'<h1>{escape(name)}</h1><p class="sub">{escape(subtitle)}</p>{_cards(summary)}{_curves(rows)}'
-        f"{_transcripts(transcripts, folder)}<h2>Config</h2><details class='config'><summary>the resolved config</summary>"
+        f'<h1>{escape(name)}</h1><p class="sub">{escape(subtitle)}</p>{body}'
+        "<h2>Config</h2><details class='config'><summary>the resolved config</summary>"
         f"<pre>{escape(yaml.safe_dump(dict(config), sort_keys=False))}</pre></details></main></body></html>\n"
     )
+
+
+def trained_part(config: Mapping[str, Any]) -> str:
+    """Which weights a run trains, in words."""
+    return f"LoRA rank {config['lora']['rank']}" if config.get("lora") else "full parameters"
 
 
 def change(before: float | None, after: float | None) -> str:
@@ -97,11 +108,16 @@ def _cards(summary: Mapping[str, Any]) -> str:
     cards += [
         ("", change(summary["reward_before"], summary["reward_after"]), "mean reward"),
         ("", str(summary["steps"]), "training steps"),
-        ("", _duration(summary["wall_s"]), "wall time"),
+        ("", duration(summary["wall_s"]), "wall time"),
         ("", number(summary["tokens_sampled"]), "tokens sampled"),
     ]
     if summary["mismatch_kl_mean"] is not None:
         cards.append(("", f"{summary['mismatch_kl_mean']:.2g}", "engine/trainer KL"))
+    return card_row(cards)
+
+
+def card_row(cards: Sequence[tuple[str, str, str]]) -> str:
+    """(class, value, label) each."""
     return (
         '<div class="cards">'
         + "".join(
@@ -114,37 +130,38 @@ def _cards(summary: Mapping[str, Any]) -> str:
 def _curves(rows: Sequence[Row]) -> str:
     steps = [r for r in rows if r["kind"] == "step"]
     evaluations = [r for r in rows if r["kind"] == "evaluation"]
-    main = [Series("reward in training", "a", _points(steps, "reward_mean"))]
+    main = [Series("reward in training", "a", points(steps, "reward_mean"))]
     if any(r["exact"] is not None for r in steps):
-        main.append(Series("exact in training", "b", _points(steps, "exact")))
+        main.append(Series("exact in training", "b", points(steps, "exact")))
     measure = "exact" if any(r["exact"] is not None for r in evaluations) else "reward_mean"
     held_out = [r for r in evaluations if r[measure] is not None]
     widths = [r["exact_ci" if measure == "exact" else "reward_ci"] for r in held_out]
     label = "held-out exact" if measure == "exact" else "held-out reward"
-    main.append(Series(label, "c", _points(held_out, measure), widths))
+    main.append(Series(label, "c", points(held_out, measure), widths))
     keys = "".join(f'<i class="key {s.css}"></i>{s.label}' for s in main if s.points)
-    small = "".join(
-        f"<figure><h3>{title}</h3>{_small_chart(title, steps, key)}</figure>"
-        for title, key in (
-            ("engine/trainer mismatch (KL)", "mismatch_kl_mean"),
-            ("gradient norm", "grad_norm"),
-            ("rollout tokens per second", "tokens_per_s"),
-            ("seconds per step", "step_s"),
-            ("groups without a gradient", "zero_variance_groups"),
-            ("failed episodes", "errors"),
-        )
+    small = (
+        ("engine/trainer mismatch (KL)", "mismatch_kl_mean"),
+        ("gradient norm", "grad_norm"),
+        ("rollout tokens per second", "tokens_per_s"),
+        ("seconds per step", "step_s"),
+        ("groups without a gradient", "zero_variance_groups"),
+        ("failed episodes", "errors"),
     )
     return (
         f"<h2>Learning curve</h2><figure>{line_chart(main, low=0.0)}"
-        f"<figcaption>by training step {keys}</figcaption></figure><div class='small'>{small}</div>"
+        f"<figcaption>by training step {keys}</figcaption></figure>{small_charts(steps, small)}"
     )
 
 
-def _small_chart(title: str, steps: Sequence[Row], key: str) -> str:
-    return line_chart([Series(title, "a", _points(steps, key))], width=420, height=150, low=0.0)
+def small_charts(steps: Sequence[Row], charts: Sequence[tuple[str, str]]) -> str:
+    """One small curve for each (title, key)."""
+    series = [Series(title, "a", points(steps, key)) for title, key in charts]
+    figures = (f"<figure><h3>{s.label}</h3>{line_chart([s], width=420, height=150, low=0.0)}</figure>" for s in series)
+    return f"<div class='small'>{''.join(figures)}</div>"
 
 
-def _points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
+def points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
+    """(step, value) of the rows that have one."""
     return [(r["step"], r[key]) for r in rows if r.get(key) is not None]
 
 
@@ -199,5 +216,6 @@ def _image(name: str, folder: Path | None) -> str:
     return f'<img alt="{escape(name)}" src="data:image/{escape(path.suffix[1:])};base64,{encoded}">'
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """In the unit that reads best."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"

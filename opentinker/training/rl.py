@@ -6,8 +6,9 @@ the policy it is given (HTTP in practice) and the recorder (files).
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +16,10 @@ from opentinker.algorithms.select import advantage_function
 from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.messages import (
     AdamParams,
+    Chunk,
     Datum,
     FloatArray,
+    ImageChunk,
     IntArray,
     LossConfig,
     Minibatch,
@@ -26,10 +29,11 @@ from opentinker.client.messages import (
     TokenScore,
 )
 from opentinker.config.algorithms import PolicyGradient
-from opentinker.config.job import RLJobConfig, RLTrainingConfig
+from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
-from opentinker.errors import EpisodesFailedError
+from opentinker.errors import ConfigError, EpisodesFailedError
+from opentinker.images import Image
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.runner import RolloutRunner
@@ -38,6 +42,7 @@ from opentinker.training.batch import Batch, Member, build_batch, members_of, te
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
+from opentinker.training.schedule import checkpoint_name, scheduled
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
 from opentinker.training.watch import Verdict, Watch
@@ -58,7 +63,11 @@ class TrainablePolicy(Protocol):
 
     async def tokenizer_files(self) -> dict[str, bytes]: ...
 
-    async def sample(self, prompt: IntArray, params: SamplingParams, *, request_id: str, deadline_s: float) -> SampleResult: ...
+    async def upload(self, images: Iterable[bytes]) -> dict[str, ImageChunk]: ...
+
+    async def sample(
+        self, prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, *, request_id: str, deadline_s: float
+    ) -> SampleResult: ...
 
     async def forward(
         self, data: Sequence[Datum], *, compute: Sequence[TokenScore], temperature: float
@@ -139,7 +148,7 @@ class RLLoop:
         """
         info = await policy.info()
         tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
-        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"])
+        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
         return cls(config, environment, policy, renderer, int(info["max_model_len"]), recorder, base_dir, sources, advantages)
 
     async def resume(self, step: int) -> None:
@@ -173,6 +182,15 @@ class RLLoop:
                 await self.evaluate()
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
+
+    async def save(self, name: str) -> dict[str, Any]:
+        """Write a checkpoint of what the last step published."""
+        return await self._policy.save(name)
+
+    async def close(self) -> None:
+        """End what the environments left running."""
+        await self._runner.close()
+        await self._evaluator.close()
 
     async def evaluate(self) -> Row | None:
         """One evaluation; None if the environment has no held-out tasks."""
@@ -299,14 +317,23 @@ class RLLoop:
         return RolloutRunner(
             self._renderer,
             self._generate,
-            lambda: self._environment(**self.config.environment.args),
+            partial(self._environment, **self.config.environment.args),
             self.config.rollout,
             self.config.sampling.model_copy(update={"temperature": temperature}),
             max_model_len,
             seed,
+            self._upload,
         )
 
-    async def _generate(self, prompt: IntArray, params: SamplingParams, request_id: str) -> Sample:
+    async def _upload(self, images: Sequence[Image]) -> Mapping[str, ImageChunk]:
+        if not self._renderer.takes_images:
+            raise ConfigError(
+                f"{self._environment.__name__} shows images, but the base model takes none",
+                hint="use a vision-language model as base_model",
+            )
+        return await self._policy.upload([image.data for image in images])
+
+    async def _generate(self, prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
         deadline_s = self.config.rollout.generation_timeout_s
         result = await self._policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)
         return result.samples[0]
@@ -327,21 +354,6 @@ def loss_config(algorithm: PolicyGradient, temperature: float) -> LossConfig:
         kl_estimator=kl.estimator,
         entropy_coefficient=algorithm.entropy_coefficient,
     )
-
-
-def checkpoint_name(step: int) -> str:
-    """Of the checkpoint that a loop writes after a step."""
-    return f"step-{step:06d}"
-
-
-def scheduled(training: RLTrainingConfig, step: int, scale: float = 1.0) -> AdamParams:
-    """The optimizer of the `step`-th step (from 1), with the learning rate that warm-up and decay give it, times `scale`."""
-    if step < training.warmup_steps:
-        scale *= step / training.warmup_steps
-    elif training.decay == "linear":
-        falling = training.steps + 1 - max(training.warmup_steps, 1)
-        scale *= max(0.0, (training.steps + 1 - step) / falling) if falling > 0 else 1.0
-    return training.optimizer.model_copy(update={"learning_rate": training.optimizer.learning_rate * scale})
 
 
 def _commonest_failure(groups: Sequence[Group]) -> str:

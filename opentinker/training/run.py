@@ -1,26 +1,43 @@
-"""Run a whole RL job: what the cluster's driver actor and `opentinker train` call."""
+"""Run a whole job: what the cluster's driver actor and `opentinker train` call."""
 
 import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from opentinker.checkpoints import folders
 from opentinker.client.policy import PolicyClient
 from opentinker.config.base import parse_config
-from opentinker.config.job import RLJobConfig
+from opentinker.config.job import JobConfig, RLJobConfig, SFTJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError
-from opentinker.training.metrics import Row
+from opentinker.training.metrics import Row, summarize
 from opentinker.training.progress import row_line
-from opentinker.training.recorder import Listener, Recorder
+from opentinker.training.recorder import Listener, Recorder, Summarize
+from opentinker.training.report import Render, render_report
 from opentinker.training.rl import RLLoop
+from opentinker.training.sft import SFTLoop
+from opentinker.training.sft_report import render_sft_report, summarize_sft
 
 logger = logging.getLogger(__name__)
+
+
+class Loop(Protocol):
+    """What `RLLoop` and `SFTLoop` have in common."""
+
+    steps_done: int
+
+    async def resume(self, step: int) -> None: ...
+
+    async def run(self, steps: int) -> None: ...
+
+    async def save(self, name: str) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
 
 
 def run_rl_job(
@@ -49,29 +66,88 @@ def run_rl_job(
     base_dir = Path(code_dir) if code_dir else None
     environment = checked_environment(job, base_dir)
 
-    def log(row: Row) -> None:
-        logger.info(row_line(row, job.training.steps))
+    def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
+        return RLLoop.connect(job, environment, client, recorder, base_dir)
 
-    step = last_checkpoint(Path(run_dir)) if resume else None
-    resume_at = None if not resume else -1 if step is None else step
-    recorder = Recorder(Path(run_dir), job.model_dump(mode="json"), listeners=(log, *listeners), resume_at=resume_at)
+    client = PolicyClient(endpoint, token, policy)
+    run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize, render_report)
+    return run.drive(client, connect, started)
 
-    async def drive() -> str:
-        client = PolicyClient(endpoint, token, policy)
+
+def run_sft_job(
+    config: Mapping[str, Any],
+    *,
+    endpoint: str,
+    token: str,
+    policy: str,
+    run_dir: str | Path,
+    code_dir: str | Path | None = None,
+    listeners: tuple[Listener, ...] = (),
+    resume: bool = False,
+) -> dict[str, Any]:
+    """As `run_rl_job`, for supervised fine-tuning; files of examples are relative to `code_dir`.
+
+    Raises:
+        ConfigError: the config or its examples are wrong.
+        OpenTinkerError: what the server reports; UnavailableError when it is gone.
+    """
+    started = time.monotonic()
+    job = parse_config(SFTJobConfig, config)
+    base_dir = Path(code_dir) if code_dir else None
+
+    def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
+        return SFTLoop.connect(job, client, recorder, base_dir)
+
+    client = PolicyClient(endpoint, token, policy)
+    run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_sft, render_sft_report)
+    return run.drive(client, connect, started)
+
+
+class _Run:
+    """One run's folder, and the loop that fills it."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        steps: int,
+        folder: Path,
+        listeners: tuple[Listener, ...],
+        resume: bool,
+        summarize: Summarize,
+        render: Render,
+    ) -> None:
+        def log(row: Row) -> None:
+            logger.info(row_line(row, steps))
+
+        self._steps = steps
+        self._step = last_checkpoint(folder) if resume else None
+        resume_at = None if not resume else -1 if self._step is None else self._step
+        fields = job.model_dump(mode="json")
+        self._recorder = Recorder(
+            folder, fields, listeners=(log, *listeners), resume_at=resume_at, summarize=summarize, render=render
+        )
+
+    def drive(
+        self, client: PolicyClient, connect: Callable[[PolicyClient, Recorder], Awaitable[Loop]], started: float
+    ) -> dict[str, Any]:
+        async def work() -> str:
+            loop: Loop | None = None
+            try:
+                loop = await connect(client, self._recorder)
+                await loop.resume(self._step or 0)
+                await loop.run(self._steps - loop.steps_done)
+                return str((await loop.save("final"))["path"])
+            finally:
+                if loop is not None:
+                    await loop.close()
+                await client.close()
+
+        checkpoint = None
         try:
-            loop = await RLLoop.connect(job, environment, client, recorder, base_dir)
-            await loop.resume(step or 0)
-            await loop.run(job.training.steps - loop.steps_done)
-            return str((await client.save("final"))["path"])
+            checkpoint = asyncio.run(work())
         finally:
-            await client.close()
-
-    checkpoint = None
-    try:
-        checkpoint = asyncio.run(drive())
-    finally:
-        summary = recorder.finish(wall_s=time.monotonic() - started, checkpoint=checkpoint)
-    return summary
+            summary = self._recorder.finish(wall_s=time.monotonic() - started, checkpoint=checkpoint)
+        return summary
 
 
 def last_checkpoint(run_dir: Path) -> int | None:

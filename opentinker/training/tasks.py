@@ -75,7 +75,7 @@ class JobTasks:
         given = self._config.train_tasks if split == "train" else self._config.held_out_tasks
         if given is None:
             return self._environment.task_source(split, self._config.args)
-        return load_tasks(
+        tasks = load_tasks(
             given.name,
             split=given.split,
             subset=given.subset,
@@ -85,6 +85,8 @@ class JobTasks:
             base_dir=self._base_dir,
             required=self._environment.task_columns,
         )
+        self._environment.check_tasks(tasks, self._config.args)
+        return tasks
 
     def _is_simple(self) -> bool:
         return self._environment.task_source.__func__ is Environment.task_source.__func__  # type: ignore[attr-defined]

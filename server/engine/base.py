@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from opentinker.client.messages import FloatArray, IntArray, SampleRequest, SampleResult
+from opentinker.client.messages import Chunk, FloatArray, SampleRequest, SampleResult
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """(Hugging Face parameter name, full tensor) pairs, streamed."""
@@ -39,7 +39,8 @@ class LoraTensors:
 
 
 class RolloutEngine(Protocol):
-    """Continuous batching of sample requests against one version of one policy.
+    """Continuous batching of sample requests against one version of one policy. The images of a request have their tokens in
+    place, and the store that the engine was made with holds them as long as the request runs.
 
     Not thread-safe: a server calls it from its compute thread only.
     """
@@ -76,7 +77,7 @@ class RolloutEngine(Protocol):
         """Stop every unfinished request and return it, so that it can be added again."""
         ...
 
-    def prompt_logprobs(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
+    def prompt_logprobs(self, prompts: Sequence[Sequence[Chunk]]) -> list[FloatArray]:
         """Logprobs at temperature 1 of each prompt's tokens given those before; entry 0 is 0. No request is running."""
         ...
 

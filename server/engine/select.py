@@ -9,6 +9,7 @@ from typing import Literal
 from opentinker.config.job import EngineConfig, LoraConfig
 from opentinker.errors import ConfigError
 from opentinker.server.engine.base import RolloutEngine
+from opentinker.server.images import ImageStore
 
 EngineKind = Literal["vllm", "transformers"]
 LoraServing = Literal["merge", "adapter"]
@@ -45,9 +46,16 @@ def resolve_lora_serving(config: EngineConfig, engine_kind: EngineKind, device: 
 
 
 def create_engine(
-    model_dir: Path, config: EngineConfig, dtype: str, *, lora: LoraConfig | None, stop_token_ids: Sequence[int]
+    model_dir: Path,
+    config: EngineConfig,
+    dtype: str,
+    *,
+    lora: LoraConfig | None,
+    stop_token_ids: Sequence[int],
+    images: ImageStore | None = None,
 ) -> RolloutEngine:
-    """Start the engine that `config` means; `lora` is the policy's adapter config, if it has one.
+    """Start the engine that `config` means; `lora` is the policy's adapter config, if it has one, and `images` are there if the
+    model takes any.
 
     Raises:
         ConfigError: the engine is not installed, or the context is longer than the model's.
@@ -62,12 +70,12 @@ def create_engine(
 
         if lora is not None:
             resolve_lora_serving(config, kind, "cpu")
-        return TransformersEngine(model_dir, config, dtype, stop_token_ids=stop_token_ids)
+        return TransformersEngine(model_dir, config, dtype, stop_token_ids=stop_token_ids, images=images)
     from opentinker.server.engine.vllm_engine import VllmEngine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     served = lora if lora is not None and resolve_lora_serving(config, kind, device) == "adapter" else None
-    return VllmEngine(model_dir, config, dtype, lora=served, stop_token_ids=stop_token_ids)
+    return VllmEngine(model_dir, config, dtype, lora=served, stop_token_ids=stop_token_ids, images=images)
 
 
 def _check_context(model_dir: Path, config: EngineConfig) -> None:

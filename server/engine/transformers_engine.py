@@ -4,7 +4,7 @@ Axes: B = sequences of the batch, T = positions in it (left-padded), V = vocabul
 """
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,23 +15,30 @@ import torch
 from torch.nn.functional import pad
 
 from opentinker.client.messages import (
+    Chunk,
     FinishReason,
     FloatArray,
+    ImageChunk,
     IntArray,
     Sample,
     SampleRequest,
     SampleResult,
     SamplingParams,
     chunk_tokens,
+    placed_images,
 )
 from opentinker.config.job import EngineConfig
 from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed, sampling_logprobs
+from opentinker.server.images import ImageStore
+from opentinker.server.vision import auto_class, embed, image_features
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, of one forward pass."""
+_KEPT_IMAGES = 256
+"""Images whose features are kept for the next turn."""
 
 
 @dataclass
@@ -39,8 +46,14 @@ class _Pending:
     request: SampleRequest
     params: SamplingParams
     prompt: IntArray
+    images: tuple[tuple[int, ImageChunk], ...]
     samples: dict[int, Sample] = field(default_factory=dict)
     prompt_logprobs: FloatArray | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal prompts."""
+        return (self.prompt.tobytes(), *((start, image.sha256) for start, image in self.images))
 
 
 @dataclass
@@ -94,18 +107,27 @@ class _Batch:
 class TransformersEngine:
     """`RolloutEngine` on transformers. The same requests in the same order give the same tokens."""
 
-    def __init__(self, model_dir: Path, config: EngineConfig, dtype: str, *, stop_token_ids: Sequence[int] = ()) -> None:
-        """Load the model on the GPU if there is one.
+    def __init__(
+        self,
+        model_dir: Path,
+        config: EngineConfig,
+        dtype: str,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        images: ImageStore | None = None,
+    ) -> None:
+        """Load the model on the GPU if there is one. `images` are those that requests may name.
 
         Raises:
             EngineError: the model cannot be loaded.
         """
         from tokenizers import Tokenizer
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+            kind = auto_class(AutoConfig.from_pretrained(model_dir))
+            model = kind.from_pretrained(model_dir, dtype=getattr(torch, dtype), attn_implementation="sdpa")
             self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         except Exception as error:
             # Both libraries raise whatever their parts do; `tokenizers` plain Exception.
@@ -116,6 +138,8 @@ class TransformersEngine:
         self._max_num_seqs = config.max_num_seqs
         self._stop_token_ids = tuple(stop_token_ids)
         self._seeds = random.Random(0)
+        self._images = images
+        self._features: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._pending: dict[int, _Pending] = {}
         self._waiting: deque[_Row] = deque()
         self._batch: _Batch | None = None
@@ -138,7 +162,7 @@ class TransformersEngine:
             vocab_size=self._vocab_size,
             stop_token_ids=self._stop_token_ids,
         )
-        pending = _Pending(request, params, chunk_tokens(request.prompt))
+        pending = _Pending(request, params, chunk_tokens(request.prompt), placed_images(request.prompt))
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         rows = [_Row(pending, index, random.Random(sample_seed(seed, index))) for index in range(request.n)]
         self._pending[id(pending)] = pending
@@ -183,23 +207,26 @@ class TransformersEngine:
 
     def _prefill(self, rows: list[_Row]) -> _Batch:
         """Read the rows' prompts; equal prompts are read once."""
-        places: dict[bytes, int] = {}
-        prompts: list[IntArray] = []
+        places: dict[tuple[object, ...], int] = {}
+        prompts: list[_Pending] = []
         for row in rows:
             if row.pending.request.prompt_logprobs and row.pending.prompt_logprobs is None:
-                row.pending.prompt_logprobs = self._score(row.pending.prompt)
-            if places.setdefault(row.pending.prompt.tobytes(), len(prompts)) == len(prompts):
-                prompts.append(row.pending.prompt)
-        longest = max(len(p) for p in prompts)
+                row.pending.prompt_logprobs = self._score(row.pending.request.prompt)
+            if places.setdefault(row.pending.key, len(prompts)) == len(prompts):
+                prompts.append(row.pending)
+        longest = max(len(p.prompt) for p in prompts)
         tokens = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros(len(prompts), longest, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            tokens[i, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
-            mask[i, longest - len(prompt) :] = 1
+        placed = []
+        for i, pending in enumerate(prompts):
+            first = longest - len(pending.prompt)
+            tokens[i, first:] = torch.from_numpy(pending.prompt.astype(np.int64))
+            mask[i, first:] = 1
+            placed += [(i * longest + first + start, image) for start, image in pending.images]
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         batch = _Batch(rows, _empty_cache(), mask.to(self._device), torch.empty(0))
-        batch.logits_B_V = self._forward(tokens.to(self._device), batch, positions.to(self._device))
-        index = torch.tensor([places[row.pending.prompt.tobytes()] for row in rows], device=self._device)
+        batch.logits_B_V = self._forward(self._inputs(tokens.to(self._device), placed), batch, positions.to(self._device))
+        index = torch.tensor([places[row.pending.key] for row in rows], device=self._device)
         batch.mask_B_T, batch.logits_B_V = batch.mask_B_T[index], batch.logits_B_V[index]
         for layer in batch.cache.layers:
             layer.keys, layer.values = layer.keys[index], layer.values[index]
@@ -208,11 +235,33 @@ class TransformersEngine:
     def _decode(self, batch: _Batch, tokens_B: torch.Tensor) -> None:
         positions_B = batch.mask_B_T.sum(dim=1)
         batch.mask_B_T = pad(batch.mask_B_T, (0, 1), value=1)
-        batch.logits_B_V = self._forward(tokens_B[:, None], batch, positions_B[:, None])
+        batch.logits_B_V = self._forward({"input_ids": tokens_B[:, None]}, batch, positions_B[:, None])
 
-    def _forward(self, tokens: torch.Tensor, batch: _Batch, positions: torch.Tensor) -> torch.Tensor:
+    def _inputs(self, tokens_B_T: torch.Tensor, placed: Sequence[tuple[int, ImageChunk]]) -> dict[str, torch.Tensor]:
+        """What the model is given for these tokens; `placed` are (place in the flattened tokens, image)."""
+        if not placed:
+            return {"input_ids": tokens_B_T}
+        assert self._images is not None, "only a store can have resolved the images of a request"
+        features = self._features_of([image for _, image in placed])
+        flat = embed(
+            self._model.get_input_embeddings(), tokens_B_T.flatten(), placed, features, self._images.processor.token_id
+        )
+        return {"inputs_embeds": flat.view(*tokens_B_T.shape, -1)}
+
+    def _features_of(self, images: Sequence[ImageChunk]) -> dict[str, torch.Tensor]:
+        assert self._images is not None
+        missing = [image for image in images if image.sha256 not in self._features]
+        self._features |= image_features(self._model, self._images, missing)
+        for image in images:
+            self._features.move_to_end(image.sha256)
+        features = {image.sha256: self._features[image.sha256] for image in images}
+        while len(self._features) > _KEPT_IMAGES:
+            self._features.popitem(last=False)
+        return features
+
+    def _forward(self, inputs: dict[str, torch.Tensor], batch: _Batch, positions: torch.Tensor) -> torch.Tensor:
         output = self._model(
-            input_ids=tokens,
+            **inputs,
             attention_mask=batch.mask_B_T,
             position_ids=positions,
             past_key_values=batch.cache,
@@ -278,18 +327,20 @@ class TransformersEngine:
         self._batch = None
         return unfinished
 
-    def prompt_logprobs(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
+    def prompt_logprobs(self, prompts: Sequence[Sequence[Chunk]]) -> list[FloatArray]:
         self._require_whole()
         self._require_idle("score prompts")
         for prompt in prompts:
-            if len(prompt) >= self._max_model_len:
-                raise ContextOverflowError(f"a prompt of {len(prompt)} tokens exceeds a context of {self._max_model_len}")
+            length = sum(len(chunk.tokens) for chunk in prompt)
+            if length >= self._max_model_len:
+                raise ContextOverflowError(f"a prompt of {length} tokens exceeds a context of {self._max_model_len}")
         return [self._score(prompt) for prompt in prompts]
 
     @torch.inference_mode()
-    def _score(self, prompt: IntArray) -> FloatArray:
-        tokens = torch.from_numpy(prompt.astype(np.int64)).to(self._device)
-        logits = self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+    def _score(self, prompt: Sequence[Chunk]) -> FloatArray:
+        tokens = torch.from_numpy(chunk_tokens(prompt).astype(np.int64)).to(self._device)
+        inputs = self._inputs(tokens[None], placed_images(prompt))
+        logits = self._model(**inputs, use_cache=False).logits[0, :-1].float()
         logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         return np.concatenate([np.zeros(1, np.float32), logprobs.cpu().numpy()])
 
@@ -303,6 +354,7 @@ class TransformersEngine:
         """
         self._require_idle("take weights")
         self._broken = True
+        self._features.clear()
         # Tied tensors are one parameter under several names.
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         digests: dict[str, str] = {}

@@ -12,20 +12,23 @@ import numpy as np
 import torch
 
 from opentinker.client.messages import (
+    Chunk,
     FloatArray,
-    IntArray,
+    ImageChunk,
     Sample,
     SampleRequest,
     SampleResult,
     SamplingParams,
-    TokenChunk,
     chunk_tokens,
+    placed_images,
 )
 from opentinker.config.job import EngineConfig, LoraConfig
 from opentinker.errors import EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed
+from opentinker.server.images import ImageStore, decode
+from opentinker.server.vision import auto_class, language_prefix
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM allocates adapter memory for."""
@@ -54,8 +57,9 @@ class VllmEngine:
         *,
         lora: LoraConfig | None = None,
         stop_token_ids: Sequence[int] = (),
+        images: ImageStore | None = None,
     ) -> None:
-        """Load the model; `lora` is given if vLLM's own adapter serving is wanted.
+        """Load the model; `lora` is given if vLLM's own adapter serving is wanted; `images` are those that requests may name.
 
         Raises:
             EngineError: vLLM cannot start with this model and these limits.
@@ -76,6 +80,8 @@ class VllmEngine:
             }
         else:
             arguments["gpu_memory_utilization"] = config.memory_fraction
+        if images is not None:
+            arguments["mm_processor_cache_gb"] = 0  # what it would hold, the store holds
         if lora is not None:
             rank = next(r for r in _LORA_RANKS if r >= lora.rank)
             arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
@@ -106,6 +112,7 @@ class VllmEngine:
         self._max_model_len = config.max_model_len
         self._vocab_size: int = self._engine.vllm_config.model_config.get_vocab_size()
         self._stop_token_ids = tuple(stop_token_ids)
+        self._images = images
         self._serves_adapters = lora is not None
         self._adapter: Any = None
         self._adapters_served = 0
@@ -135,7 +142,7 @@ class VllmEngine:
 
         key = self._added
         self._added += 1
-        prompt = {"prompt_token_ids": chunk_tokens(request.prompt).tolist()}
+        prompt = self._prompt(request.prompt)
         names = [f"{key}:{index}" for index in range(request.n)]
         try:
             each = [_vllm_params(params, i, prompt_logprobs=request.prompt_logprobs and i == 0) for i in range(request.n)]
@@ -147,6 +154,58 @@ class VllmEngine:
                 raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
             raise
         self._pending[key] = _Pending(request, params)
+
+    def _prompt(self, chunks: Sequence[Chunk]) -> Any:
+        """A prompt as vLLM takes it. Images are placed where our chunks are, not where vLLM would find a placeholder token: the
+        policy may have sampled one."""
+        tokens, placed = chunk_tokens(chunks).tolist(), placed_images(chunks)
+        if not placed:
+            return {"prompt_token_ids": tokens}
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        prepared = [self._prepare(image) for _, image in placed]
+        ranges = [
+            PlaceholderRange(start + place.offset, place.length, place.is_embed)
+            for (start, _), (_, place) in zip(placed, prepared, strict=True)
+        ]
+        return mm_input(
+            tokens,
+            MultiModalKwargsItems({"image": [item for item, _ in prepared]}),
+            {"image": [image.sha256 for _, image in placed]},
+            {"image": ranges},
+        )
+
+    def _prepare(self, image: ImageChunk) -> tuple[Any, Any]:
+        """(what vLLM's own processor makes of the image, where the features go among its tokens), made once.
+
+        Raises:
+            EngineError: vLLM expands it to other tokens, or sees other pixels, than the trainer.
+        """
+        assert self._images is not None, "only a store can have resolved the images of a request"
+        processed = self._images.processed(image.sha256)
+        if "vllm" not in processed.prepared:
+            made = self._engine.renderer._process_multimodal(
+                [self._images.processor.token_id],
+                {"image": [decode(self._images.encoded(image.sha256))]},
+                {"image": [image.sha256]},
+                None,
+            )
+            (item,), (place,) = made["mm_kwargs"]["image"], made["mm_placeholders"]["image"]
+            if made["prompt_token_ids"] != image.tokens.tolist():
+                raise EngineError(
+                    f"vLLM makes {len(made['prompt_token_ids'])} tokens of an image, the model's processor {len(image.tokens)}",
+                    hint="set engine.kind=transformers, or update vllm",
+                )
+            for key, ours in processed.pixels.items():
+                theirs = item.get_data().get(key)
+                if theirs is not None and not torch.equal(theirs.flatten().to(ours.dtype), ours.flatten()):
+                    raise EngineError(
+                        f"vLLM's {key} of an image are not those that the trainer sees", hint="set engine.kind=transformers"
+                    )
+            processed.prepared["vllm"] = (item, place)
+        prepared: tuple[Any, Any] = processed.prepared["vllm"]
+        return prepared
 
     def step(self) -> list[SampleResult]:
         if not self._pending:
@@ -193,13 +252,13 @@ class VllmEngine:
         self._pending.clear()
         return unfinished
 
-    def prompt_logprobs(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
+    def prompt_logprobs(self, prompts: Sequence[Sequence[Chunk]]) -> list[FloatArray]:
         self._require_idle("score prompts")
         found: dict[int, FloatArray] = {}
         try:
             for number, prompt in enumerate(prompts):
                 params = SamplingParams(max_tokens=1, temperature=0.0)
-                self.add(SampleRequest(str(number), (TokenChunk(prompt),), params, prompt_logprobs=True))
+                self.add(SampleRequest(str(number), tuple(prompt), params, prompt_logprobs=True))
             while self._pending:
                 for result in self.step():
                     assert result.prompt_logprobs is not None
@@ -262,6 +321,8 @@ class VllmEngine:
     def _drop_cache(self) -> None:
         if not self._engine.reset_prefix_cache():
             raise WeightSyncError("vLLM did not drop the keys and values of the old weights")
+        if self._images is not None:
+            self._engine.reset_encoder_cache()
 
     def _on_worker(self, function: Callable[..., WeightAck], *arguments: Any) -> WeightAck:
         from vllm.exceptions import VLLMError
@@ -288,12 +349,14 @@ def _adapted_modules(model_dir: Path, lora: LoraConfig) -> list[str]:
     """Short names of the layers that adapters may change."""
     if lora.target_modules != "all-linear":
         return list(lora.target_modules)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    config = AutoConfig.from_pretrained(model_dir)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
-    head = model.get_output_embeddings()
-    linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head)
+        model = auto_class(config).from_config(config)
+    head, prefix = model.get_output_embeddings(), language_prefix(model)
+    modules = ((name, module) for name, module in model.named_modules() if name.startswith(prefix))
+    linear = (name for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head)
     return sorted({name.rpartition(".")[2] for name in linear})
 
 

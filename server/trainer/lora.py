@@ -18,6 +18,7 @@ from opentinker.config.job import LoraConfig
 from opentinker.errors import ConfigError
 from opentinker.server.engine.base import LoraTensors
 from opentinker.server.trainer.checkpoint import write_tensors
+from opentinker.server.vision import auto_class, language_prefix, takes_images
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the Hugging Face name of an adapted layer."""
@@ -115,17 +116,17 @@ class LoraLinear(nn.Module):
 
 
 def resolve_targets(model: nn.Module, model_config: Any, config: LoraConfig) -> tuple[list[str], tuple[str, ...]]:
-    """(full names of the layers to adapt, PEFT's short `target_modules`), as PEFT resolves them.
+    """(full names of the layers to adapt, PEFT's `target_modules`), as PEFT resolves them. Of a model with a vision tower only
+    the language model is adapted.
 
     Raises:
         ConfigError: no layer matches, or one that matches is not linear.
     """
     import peft
-    from transformers import AutoModelForCausalLM
 
     # PEFT rewrites the model it is given, so it gets one without weights.
     with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(model_config)
+        shape = auto_class(model_config).from_config(model_config)
     wanted = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     try:
         adapted = peft.get_peft_model(
@@ -134,11 +135,22 @@ def resolve_targets(model: nn.Module, model_config: Any, config: LoraConfig) -> 
     except ValueError as error:
         raise ConfigError(f"lora.target_modules: {error}", hint="use 'all-linear'") from error
     names = list(adapted.base_model.targeted_module_names)
+    targets = tuple(sorted(adapted.peft_config["default"].target_modules))
+    if takes_images(model_config):
+        prefix = language_prefix(model)
+        # PEFT takes a full name for that one layer, and a short one for every layer of that name, the vision tower's too.
+        names = [name for name in names if name.startswith(prefix)]
+        targets = tuple(sorted(names))
+        if not names:
+            raise ConfigError(
+                "lora.target_modules: no layer of the language model is among them, and the vision tower stays as it is",
+                hint="use 'all-linear'",
+            )
     for name in names:
         layer = model.get_submodule(name)
         if not isinstance(layer, nn.Linear | LoraLinear):
             raise ConfigError(f"lora.target_modules: {name} is not a linear layer", hint="use 'all-linear'")
-    return names, tuple(sorted(adapted.peft_config["default"].target_modules))
+    return names, targets
 
 
 def add_adapters(

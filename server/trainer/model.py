@@ -7,34 +7,42 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
-from opentinker.client.messages import Datum, IntArray, TokenChunk
+from opentinker.client.messages import Chunk, Datum, ImageChunk, IntArray, TokenChunk, chunk_tokens
 from opentinker.errors import ConfigError, InvalidRequestError, UnknownModelError
+from opentinker.server.images import ImageStore, sample_picture
 from opentinker.server.trainer.attention import PACKED_ATTENTION, PackLayout
 from opentinker.server.trainer.head import logprobs_and_entropies, target_logprobs
 from opentinker.server.trainer.packing import Pack, pack_data
+from opentinker.server.vision import attention, auto_class, embed, image_features
 
 
 class PackedModel:
-    """The frozen model of a directory; whoever trains parameters of it turns their gradients on.
+    """The frozen model of a directory; whoever trains parameters of it turns their gradients on. `images` are those that its
+    data may name, for a model with a vision tower.
 
     Raises:
         UnknownModelError: the directory holds no causal language model.
-        ConfigError: packing does not reproduce this architecture's own forward pass.
+        ConfigError: packing does not reproduce this architecture's own forward pass, or its image processor does not belong to
+            its vision tower.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, images: ImageStore | None = None) -> None:
         try:
-            self.model: Any = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=dtype, attn_implementation=PACKED_ATTENTION, local_files_only=True
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+            self.model: Any = auto_class(config).from_pretrained(
+                model_dir, dtype=dtype, attn_implementation=attention(config, PACKED_ATTENTION), local_files_only=True
             )
         except (OSError, ValueError) as error:
             raise UnknownModelError(f"cannot load a causal language model from {model_dir}: {error}") from error
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = device, dtype
         self.config = self.model.config
-        self.vocabulary = int(self.config.vocab_size)
+        self.images = images
+        text = self.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self._longest: int | None = getattr(text, "max_position_embeddings", None)
         self.names: dict[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
         """Every Hugging Face parameter name, tied ones too. LoRA layers keep these parameters but not their names."""
         self._untied = {name for name, _ in self.model.named_parameters()}
@@ -42,7 +50,7 @@ class PackedModel:
         self.head_name = next(name for name, p in self.trainable().items() if p is self._head)
         # A gradient for the few rows of a pack instead of a dense one for the whole vocabulary.
         self.model.get_input_embeddings().sparse = True
-        self._soft_cap = float(getattr(self.config, "final_logit_softcapping", None) or 0.0)
+        self._soft_cap = float(getattr(text, "final_logit_softcapping", None) or 0.0)
         self._prove()
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -55,7 +63,7 @@ class PackedModel:
         Raises:
             InvalidRequestError: names the datum.
         """
-        longest = getattr(self.config, "max_position_embeddings", None)
+        longest = self._longest
         for index, datum in enumerate(data):
             for name, tokens in (("tokens", datum.tokens), ("targets", datum.targets)):
                 if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
@@ -89,38 +97,73 @@ class PackedModel:
 
     def _hidden(self, pack: Pack) -> torch.Tensor:
         """The last hidden state of the row that predicts each weighted target, [N, H]."""
+        tokens_T = self._tensor(pack.tokens_T)
+        inputs = {"inputs_embeds": self._embedded(tokens_T, pack)[None]} if pack.images else {"input_ids": tokens_T[None]}
         hidden_TH: torch.Tensor = self.model.base_model(
-            input_ids=self._tensor(pack.tokens_T)[None],
+            **inputs,
             position_ids=self._tensor(pack.positions_T)[None],
             use_cache=False,
             packed=PackLayout(pack, self.dtype, self.device),
         ).last_hidden_state[0]
         return hidden_TH[self._tensor(pack.rows_N)]
 
+    def _embedded(self, tokens_T: torch.Tensor, pack: Pack) -> torch.Tensor:
+        """The pack's embeddings with its images' features, [T, H]; an image that is there several times is computed once."""
+        assert self.images is not None, "only a store can have resolved the images of a pack"
+        features = image_features(self.model, self.images, (image for _, image in pack.images))
+        return embed(self.model.get_input_embeddings(), tokens_T, pack.images, features, self.images.processor.token_id)
+
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
     @torch.no_grad()
     def _prove(self) -> None:
-        """Compare two packed sequences that share a prompt with the model's own forward pass.
+        """Compare two packed sequences that share a prompt with the model's own forward pass; where it takes images, with one
+        in the prompt and one in each branch.
 
-        This finds architectures that mix tokens other than by attention, or shape their logits in ways unknown here.
+        This finds architectures that mix tokens other than by attention, count positions other than one by one, or shape their
+        logits in ways unknown here, and processors that do not belong to the model.
         """
         rng = np.random.default_rng(0)
-        prompt = rng.integers(0, self.vocabulary, 5)
-        sequences = [np.concatenate([prompt, rng.integers(0, self.vocabulary, 4)]).astype(np.int32) for _ in range(2)]
-        weights = np.repeat(np.array([0, 1], np.float32), 4)
-        data = [Datum((TokenChunk(s[:-1]),), s[1:], {"weights": weights}) for s in sequences]
-        (pack,) = pack_data(data, 64)
+        pictures = [] if self.images is None else [sample_picture(seed) for seed in range(3)]
+        uploaded = {} if self.images is None else self.images.add(pictures)
+        shown = [ImageChunk(sha256, tokens) for sha256, tokens in uploaded.items()]
+        prompt: list[Chunk] = [self._random(rng, 5), *shown[:1], self._random(rng, 2)]
+        branches: list[list[Chunk]] = [[self._random(rng, 2), *shown[1 + i : 2 + i], self._random(rng, 2)] for i in range(2)]
+        data = [_scored(prompt, branch) for branch in branches]
+        (pack,) = pack_data(data, 1 << 20)
         targets = np.array([data[d].targets[t] for d, t in zip(pack.data_N, pack.steps_N, strict=True)], np.int32)
         packed = self.logprobs(pack, targets, 1.0).cpu().numpy()
-        self.model.set_attn_implementation("eager")
-        plain = torch.log_softmax(self.model(self._tensor(np.stack(sequences))).logits.float(), -1).cpu().numpy()
-        self.model.set_attn_implementation(PACKED_ATTENTION)
-        expected = plain[pack.data_N, pack.steps_N, targets]
+        self.model.set_attn_implementation(attention(self.config, "eager"))
+        plain = [self._plain(d, pictures[:1] + pictures[1 + i : 2 + i]) for i, d in enumerate(data)]
+        self.model.set_attn_implementation(attention(self.config, PACKED_ATTENTION))
+        expected = np.array([plain[d][t, target] for d, t, target in zip(pack.data_N, pack.steps_N, targets, strict=True)])
         error = float(np.abs(packed - expected).mean())
         if not error < (1e-3 if self.dtype == torch.float32 else 0.25):
             raise ConfigError(
                 f"the trainer cannot pack {self.config.model_type} models: logprobs differ by {error:.3g} on average",
-                hint="the trainer supports decoders that mix tokens by softmax attention only",
+                hint="the trainer supports decoders with causal softmax attention, at positions that are counted one by one",
             )
+
+    def _random(self, rng: np.random.Generator, count: int) -> TokenChunk:
+        tokens = rng.integers(0, self.vocabulary, count).astype(np.int32)
+        if self.images is not None:
+            tokens[tokens == self.images.processor.token_id] = 0
+        return TokenChunk(tokens)
+
+    def _plain(self, datum: Datum, pictures: Sequence[bytes]) -> np.ndarray[Any, Any]:
+        """Log-probabilities of everything at every position by the model's own forward pass, [T, V]."""
+        assert not pictures or self.images is not None
+        pixels = self.images.processor(pictures).pixels if self.images is not None and pictures else {}
+        pixels = {key: value.to(self.device) for key, value in pixels.items()}
+        logits_TV = self.model(input_ids=self._tensor(datum.tokens)[None], **pixels).logits[0]
+        return torch.log_softmax(logits_TV.float(), -1).cpu().numpy()
+
+
+def _scored(prompt: Sequence[Chunk], branch: Sequence[Chunk]) -> Datum:
+    """A datum in which every token of the branch is weighted that is not an image's."""
+    chunks = (*prompt, *branch)
+    weights = [np.zeros(len(chunk.tokens), np.float32) for chunk in prompt]
+    weights += [np.full(len(chunk.tokens), isinstance(chunk, TokenChunk), np.float32) for chunk in branch]
+    inputs = (*chunks[:-1], TokenChunk(chunks[-1].tokens[:-1]))
+    return Datum(inputs, chunk_tokens(chunks)[1:], {"weights": np.concatenate(weights)[1:]})

@@ -2,7 +2,8 @@
 
 A datum's prompt is its tokens up to and including the one that predicts the first weighted target; the rest, up to the
 last weighted target, is its branch. Data with equal prompts form a group, laid out as prompt, branch, branch, ...; a
-branch sees the prompt and itself. Tokens that no weighted target depends on are left out.
+branch sees the prompt and itself. Tokens that no weighted target depends on are left out. Prompts are equal if their images
+are, too; an image is never cut, because no token of it is a weighted target.
 
 Axes: T = tokens of a pack, L = tokens of a group, N = weighted targets of a pack.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from opentinker.client.messages import Datum, IntArray
+from opentinker.client.messages import Datum, ImageChunk, IntArray, placed_images
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Pack:
     rows_N: IntArray
     data_N: IntArray
     steps_N: IntArray
+    images: tuple[tuple[int, ImageChunk], ...] = ()
+    """(row of its first token, image)."""
 
     def __len__(self) -> int:
         return len(self.tokens_T)
@@ -68,6 +71,17 @@ class _Branch:
     prompt: IntArray
     tokens: IntArray
     steps: IntArray
+    images: tuple[tuple[int, ImageChunk], ...]
+    """(position of its first token, image), of prompt and branch."""
+
+    @property
+    def prompt_images(self) -> tuple[tuple[int, ImageChunk], ...]:
+        return tuple((start, image) for start, image in self.images if start < len(self.prompt))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for branches that share their prompt."""
+        return (self.prompt.tobytes(), *((start, image.sha256) for start, image in self.prompt_images))
 
 
 @dataclass(frozen=True)
@@ -87,20 +101,22 @@ def pack_data(data: Sequence[Datum], pack_tokens: int) -> list[Pack]:
     A group that does not fit is split and its prompt repeated; a single datum longer than `pack_tokens` gets a pack of
     its own. Data without a weighted target are in no pack. The packs depend on what the data are, not on their order.
     """
-    groups: dict[bytes, list[_Branch]] = {}
+    groups: dict[tuple[object, ...], list[_Branch]] = {}
     for index in sorted(range(len(data)), key=lambda i: _content(data[i])):
         weighted = np.flatnonzero(data[index].weights).astype(np.int32)
         if weighted.size:
             tokens, first, last = data[index].tokens, int(weighted[0]), int(weighted[-1])
-            branch = _Branch(index, tokens[: first + 1], tokens[first + 1 : last + 1], weighted)
-            groups.setdefault(branch.prompt.tobytes(), []).append(branch)
+            images = tuple((start, image) for start, image in placed_images(data[index].chunks) if start <= last)
+            branch = _Branch(index, tokens[: first + 1], tokens[first + 1 : last + 1], weighted, images)
+            groups.setdefault(branch.key, []).append(branch)
     pieces = [piece for branches in groups.values() for piece in _split(branches, pack_tokens)]
     return [_lay_out(bin_) for bin_ in _fill(pieces, pack_tokens)]
 
 
 def _content(datum: Datum) -> tuple[bytes, ...]:
     arrays = (datum.arrays[name].tobytes() for name in sorted(datum.arrays))
-    return (datum.tokens.tobytes(), datum.targets.tobytes(), *arrays)
+    images = (f"{start} {image.sha256}".encode() for start, image in placed_images(datum.chunks))
+    return (datum.tokens.tobytes(), datum.targets.tobytes(), *arrays, *images)
 
 
 def _split(branches: Sequence[_Branch], pack_tokens: int) -> Iterator[_Piece]:
@@ -135,10 +151,12 @@ def _fill(pieces: Sequence[_Piece], pack_tokens: int) -> list[list[_Piece]]:
 def _lay_out(pieces: Sequence[_Piece]) -> Pack:
     tokens, positions, groups = [], [], []
     rows, data, steps = [], [], []
+    images: list[tuple[int, ImageChunk]] = []
     row = 0
     for piece in pieces:
         prompt = piece.branches[0].prompt
         start, length = row, len(prompt)
+        images += [(start + position, image) for position, image in piece.branches[0].prompt_images]
         tokens.append(prompt)
         positions.append(np.arange(length))
         row += length
@@ -150,7 +168,8 @@ def _lay_out(pieces: Sequence[_Piece]) -> Pack:
             steps.append(branch.steps)
             tokens.append(branch.tokens)
             positions.append(length + np.arange(len(branch.tokens)))
+            images += [(row + position - length, image) for position, image in branch.images if position >= length]
             row += len(branch.tokens)
         groups.append(Group(start, length, tuple(len(b.tokens) for b in piece.branches)))
     joined = [np.concatenate(part).astype(np.int32) for part in (tokens, positions, rows, data, steps)]
-    return Pack(joined[0], joined[1], tuple(groups), *joined[2:])
+    return Pack(joined[0], joined[1], tuple(groups), joined[2], joined[3], joined[4], tuple(images))

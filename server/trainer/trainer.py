@@ -14,6 +14,7 @@ from opentinker.config.base import parse_config
 from opentinker.config.job import LoraConfig, TrainerConfig
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError, TrainerError
 from opentinker.server.engine.base import LoraTensors
+from opentinker.server.images import ImageStore
 from opentinker.server.trainer import checkpoint, lora
 from opentinker.server.trainer.base import ForwardBackwardResult
 from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_loss
@@ -37,13 +38,20 @@ class TorchTrainer:
     """A `Trainer` on one device; see the protocol for what its methods promise."""
 
     def __init__(
-        self, model_dir: Path, config: TrainerConfig, *, device: torch.device | str, threads: int | None = None
+        self,
+        model_dir: Path,
+        config: TrainerConfig,
+        *,
+        device: torch.device | str,
+        threads: int | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         self._model_dir = Path(model_dir)
         self._config = config
         self._device = torch.device(device)
+        self._images = images
         self._adapter_pass = lora.AdapterPass()
         self._policies: dict[str, _Policy] = {}
         self._model = self._load_base()
@@ -51,7 +59,7 @@ class TorchTrainer:
         """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
     def _load_base(self) -> PackedModel:
-        return PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device)
+        return PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device, self._images)
 
     def create_policy(self, policy: str, spec: PolicySpec) -> None:
         """Add a policy at its initial weights; `spec.checkpoint` is for `load`.

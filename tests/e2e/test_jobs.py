@@ -156,3 +156,32 @@ def test_a_wrong_key_gets_nothing(cluster: Cluster, key: str, tmp_path: Path) ->
     assert result.returncode == 1
     assert "key" in result.stderr
     assert "job-" not in result.stdout + result.stderr
+
+
+def test_fine_tuning_teaches_an_answer_and_reinforcement_goes_on_from_it(
+    cluster: Cluster, project: Path, tiny_model_dir: Path
+) -> None:
+    rows = [{"prompt": "Say something.", "completion": "aaa"}] * 4
+    (project / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = {
+        "kind": "sft",
+        "base_model": str(tiny_model_dir),
+        "engine": {"kind": "transformers", "max_model_len": 128},
+        "trainer": {"dtype": "float32"},
+        "data": {"train": {"name": "chat.jsonl"}, "held_out": {"name": "chat.jsonl"}},
+        "training": {"steps": 8, "batch_size": 4, "optimizer": {"learning_rate": 1e-2}},
+    }
+    (project / "sft.yaml").write_text(yaml.safe_dump(config))
+    result = opentinker("submit", project / "sft.yaml", "--follow", "--state-dir", cluster.state_dir)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "chat: step 8/8  loss" in result.stdout
+    job_id = result.stdout.splitlines()[0]
+    summary = json.loads((Path(cluster.client.job(job_id)["run_dir"]) / "summary.json").read_text())
+    assert summary["loss_after"] < 0.5 * summary["loss_before"]
+    assert "held-out loss" in Path(summary["report"]).read_text()
+
+    job = submitted(cluster, project, f"start_from={job_id}/final", "training.steps=1", "evaluation.at_end=false")
+    finished = ended(cluster, job["id"])
+    assert finished["state"] == "COMPLETED", finished["cause"]
+    rows = [json.loads(line) for line in (Path(finished["run_dir"]) / "transcripts.jsonl").read_text().splitlines()]
+    assert any("aaa" in m["content"] for row in rows for m in row["messages"] if m["role"] == "assistant")

@@ -257,7 +257,7 @@ def test_prompt_logprobs_are_those_of_temperature_one(engine: RolloutEngine, ora
         expected = chosen_logprobs(distributions(oracle, prompt[:1], prompt[1:]), prompt[1:])
         np.testing.assert_allclose(found[1:], expected, atol=1e-3)
 
-    for found, prompt in zip(engine.prompt_logprobs(asked), asked, strict=True):
+    for found, prompt in zip(engine.prompt_logprobs([(TokenChunk(p),) for p in asked]), asked, strict=True):
         check(found, prompt)
     with_prompt = request("a", asked[0], n=2, max_tokens=3, temperature=0.4, prompt_logprobs=True)
     result = run(engine, with_prompt, request("b", asked[0], max_tokens=3))

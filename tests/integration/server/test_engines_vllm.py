@@ -143,9 +143,9 @@ def test_a_request_that_vllm_takes_in_part_is_taken_back(
 
 def test_scores_that_fail_half_way_leave_nothing_in_the_engine(engine: VllmEngine) -> None:
     with pytest.raises(ContextOverflowError):
-        engine.prompt_logprobs([PROMPT, np.full(500, 5, np.int32)])
+        engine.prompt_logprobs([(TokenChunk(PROMPT),), (TokenChunk(np.full(500, 5, np.int32)),)])
     assert not engine.has_unfinished()
-    assert len(engine.prompt_logprobs([PROMPT])[0]) == len(PROMPT)
+    assert len(engine.prompt_logprobs([(TokenChunk(PROMPT),)])[0]) == len(PROMPT)
 
 
 def test_a_request_that_vllm_loses_is_an_error_and_no_wait_without_end(engine: VllmEngine) -> None:

@@ -5,7 +5,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opentinker.client.messages import Datum, Sample, SampleRequest, SampleResult, SamplingParams, TokenChunk, validate
+from opentinker.client.messages import (
+    Datum,
+    ImageChunk,
+    Sample,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+    TokenChunk,
+    placed_images,
+    validate,
+)
 from opentinker.client.wire import pack, unpack
 from opentinker.errors import InvalidRequestError
 
@@ -40,7 +50,7 @@ def test_a_datum_survives_the_wire() -> None:
         ({"rewards": [1, 2, 3]}, "unknown array 'rewards'"),
         ({"chunks": [1, -2, 3]}, "outside int32"),
         ({"chunks": [1.5, 2.5, 3.5]}, "flat list of token ids"),
-        ({"chunks": [{"kind": "image", "hash": "x"}]}, "unknown chunk kind 'image'"),
+        ({"chunks": [{"kind": "video", "hash": "x"}]}, "unknown chunk kind 'video'"),
         ({"weights": None}, "weights"),
     ],
 )
@@ -101,3 +111,56 @@ def test_a_sample_request_without_a_version_asks_for_the_latest() -> None:
 def test_validate_names_the_field() -> None:
     with pytest.raises(InvalidRequestError, match="top_p"):
         validate(SamplingParams, {"top_p": 2})
+
+
+def image(count: int = 3) -> ImageChunk:
+    return ImageChunk("ab" * 32, np.arange(count, dtype=np.int32), b"encoded")
+
+
+def test_of_an_image_only_its_hash_and_its_number_of_tokens_travel() -> None:
+    request = SampleRequest("r", (tokens(1, 2), image(), tokens(3)))
+    packed = pack(request.to_wire())
+    assert b"encoded" not in packed
+    before, back, after = SampleRequest.from_wire(unpack(packed)).prompt
+    assert isinstance(back, ImageChunk)
+    assert (back.sha256, back.tokens.tolist(), back.data) == ("ab" * 32, [-1, -1, -1], None)
+    assert (before.tokens.tolist(), after.tokens.tolist()) == ([1, 2], [3])
+    assert [(start, chunk.sha256) for start, chunk in placed_images(request.prompt)] == [(2, "ab" * 32)]
+
+
+def tokens(*ids: int) -> TokenChunk:
+    return TokenChunk(np.array(ids, np.int32))
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"kind": "image"},
+        {"kind": "image", "sha256": "ab" * 32},
+        {"kind": "image", "sha256": "AB" * 32, "count": 3},
+        {"kind": "image", "sha256": "ab", "count": 3},
+        {"kind": "image", "sha256": "ab" * 32, "count": 0},
+        {"kind": "image", "sha256": "ab" * 32, "count": 10**9},
+        {"kind": "image", "sha256": "ab" * 32, "count": True},
+        {"kind": ["image"]},
+    ],
+)
+def test_a_wrong_image_chunk_is_refused(chunk: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"image chunk needs|unknown chunk kind"):
+        SampleRequest.from_wire({"request_id": "r", "prompt": [chunk]})
+
+
+def test_no_token_of_an_image_may_be_in_the_loss() -> None:
+    """The target before an image is its first token; the target at its last token is what follows it."""
+
+    def sent(*weights: float) -> Any:
+        chunks = (tokens(1, 2), image(), tokens(3, 4))
+        arrays = {"weights": np.array(weights, np.float32)}
+        return unpack(pack(Datum(chunks, np.arange(7, dtype=np.int32), arrays).to_wire()))
+
+    assert Datum.from_wire(sent(1, 0, 0, 0, 1, 1, 1)).weights.tolist() == [1, 0, 0, 0, 1, 1, 1]
+    for place in (1, 2, 3):
+        weights = [0.0] * 7
+        weights[place] = 1.0
+        with pytest.raises(InvalidRequestError, match="image at token 2 of a datum is in the loss"):
+            Datum.from_wire(sent(*weights))

@@ -137,6 +137,7 @@ def test_secrets_are_named_and_never_repeated(monkeypatch: pytest.MonkeyPatch) -
     for variable in ("A B", "1A", "A=B", "", "PATH", "LD_PRELOAD", "RAY_ADDRESS", "OPENTINKER_JOB", "PYTHONPATH"):
         with pytest.raises(ConfigError, match=r"environment\.secrets"):
             config(secrets={variable: "openai"})
+    assert config(secrets={"OPENTINKER_ENV_TOKEN": "env-token"}).environment.secrets == {"OPENTINKER_ENV_TOKEN": "env-token"}
     with pytest.raises(ValueError, match="at most 10"):
         check_secrets({f"V{number}": "s" for number in range(11)})
     monkeypatch.setenv("IS_SET", "x")

@@ -8,7 +8,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from opentinker.rendering.tokenizer import ChatTokenizer
 
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|bos|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "</s>", "[INST]")
+SPECIAL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|bos|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "</s>",
+    "[INST]",
+    "<image>",
+)
 
 TEMPLATES = {
     "smollm2": """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
@@ -56,13 +66,22 @@ You are SmolLM<|im_end|>
 {% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
 {%- else %}{{ ' ' + message['content'] + eos_token }}{% endif %}
 {% endfor %}""",
+    "chatml_vlm": """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{%- if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}""",
+    "parts_only": """<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}
+{%- if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}
+{%- for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}
+{%- elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}""",
     "thinks_first": """{% for message in messages %}{{ '<|im_start|>' + message.role + '
 ' + message.content + '<|im_end|>
 ' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 <think>
 ' }}{% endif %}""",
 }
-STOP = {"smollm2": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "thinks_first": "<|im_end|>"}
+STOP = dict.fromkeys(TEMPLATES, "<|im_end|>") | {"llama3": "<|eot_id|>", "mistral": "</s>"}
 
 
 def tokenizer_files(template: str, eos: str) -> dict[str, bytes]:

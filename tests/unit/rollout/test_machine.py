@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from opentinker.client.messages import Sample
 from opentinker.env.environment import Action, Message, Tool
 from opentinker.errors import RenderingError
+from opentinker.rendering.chunks import NO_IMAGES, Images
 from opentinker.rollout.machine import (
     ActionSampled,
     AwaitTurn,
@@ -42,7 +43,7 @@ class LetterRenderer:
     def __init__(self, keeps_prefix: bool = True) -> None:
         self.keeps_prefix = keeps_prefix
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), images: Images = NO_IMAGES) -> list[int]:
         if any(m["content"] == "unspeakable" for m in messages):
             raise RenderingError("the template has no word for it")
         return [t for m in messages for t in [*map(ord, m["content"]), CLOSER]] + [HEADER]
@@ -52,7 +53,11 @@ class LetterRenderer:
         return Action("".join(chr(t) for t in action_tokens if t != STOP), truncated=not (stopped or finished))
 
     def observation_delta(
-        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        action_tokens: Sequence[int],
+        observation: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        images: Images = NO_IMAGES,
     ) -> list[int]:
         if not self.keeps_prefix:
             raise RenderingError("changes earlier turns")

@@ -22,6 +22,7 @@ from opentinker.errors import (
     ServerLostError,
     UnavailableError,
 )
+from opentinker.rendering.chunks import NO_IMAGES, Images
 from opentinker.rollout import episode as episode_module
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Episode, Termination
@@ -35,7 +36,7 @@ class ByteRenderer:
     stop_token_ids = (STOP,)
     preserves_prefix = True
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), images: Images = NO_IMAGES) -> list[int]:
         if any(m["content"] == "unspeakable" for m in messages):
             raise RenderingError("the template has no word for it")
         return [ord(c) for m in messages for c in m["content"]] + [STOP]
@@ -44,7 +45,11 @@ class ByteRenderer:
         return Action("".join(chr(t) for t in action_tokens if t != STOP), truncated=action_tokens[-1] != STOP)
 
     def observation_delta(
-        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        action_tokens: Sequence[int],
+        observation: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        images: Images = NO_IMAGES,
     ) -> list[int]:
         return self.render_prompt(observation)
 
@@ -237,6 +242,34 @@ async def test_one_straggler_does_not_hold_up_the_others() -> None:
     )
     Unlucky.release.set()
     assert sorted(finished)[6] < 0.8 < finished[-1]
+
+
+class Spinning(Unlucky):
+    """Burns the processor where `Unlucky` waits."""
+
+    def strike(self, method: str) -> None:
+        while self.strikes and Unlucky.fault == f"{method} hangs":
+            pass
+
+
+@pytest.mark.parametrize("straggler", [Unlucky, Spinning])
+async def test_a_group_with_a_straggler_delays_the_step_by_no_more_than_the_deadline(straggler: type[Unlucky]) -> None:
+    async def step() -> tuple[float, Any]:
+        start = time.perf_counter()
+        groups = await runner(Policy(), straggler, step_timeout_s=1.0).run(list("abcd"), 4, step=0)
+        return time.perf_counter() - start, groups
+
+    threads = threading.active_count()
+    Unlucky.fault, Unlucky.left = "step hangs", 0
+    usual_s, _ = await step()
+    Unlucky.left = 1
+    Unlucky.release.clear()
+    late_s, groups = await step()
+    Unlucky.release.set()
+    assert [len(group.episodes) for group in groups] == [4] * 4, "the straggler was replaced"
+    assert sum(group.replaced for group in groups) == 1
+    assert 1.0 <= late_s <= usual_s + 1.0 + 0.7, "the deadline, and a little for playing its replacement on a busy machine"
+    await until(lambda: threading.active_count() <= threads)
 
 
 async def test_a_late_answer_changes_nothing() -> None:

@@ -1,11 +1,14 @@
 """A token is in the loss exactly if it was sampled, exactly if it has a logprob."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opentinker.client.messages import Sample, TokenChunk
+from opentinker.client.messages import Chunk, Datum, ImageChunk, Sample, TokenChunk, chunk_tokens, placed_images
+from opentinker.client.wire import pack, unpack
 from opentinker.rollout.trajectory import Run, RunKind, Trajectory
 
 
@@ -55,3 +58,39 @@ def test_sampled_tokens_cannot_be_replaced_or_lose_their_version() -> None:
     short = Sample(np.array([1, 2], np.int32), np.zeros(2, np.float32), "stop", ((0, 1),))
     with pytest.raises(ValueError, match="has a policy version"):
         Run(RunKind.ACTION, chunk, short)
+
+
+image = ImageChunk("ab" * 32, np.full(3, 50, np.int32))
+
+
+places = st.lists(st.sampled_from(["before", "between", "after", "none"]), min_size=5, max_size=5)
+
+
+@given(prompt=tokens, turns=turns, shown=places)
+def test_images_keep_their_places_and_are_never_in_the_loss(
+    prompt: list[int], turns: list[tuple[list[int], list[int]]], shown: list[str]
+) -> None:
+    def rendered(ids: list[int], where: str) -> tuple[Chunk, ...]:
+        middle = len(ids) // 2
+        first, second = (TokenChunk(np.array(part, np.int32)) for part in (ids[:middle], ids[middle:]))
+        chunks = {
+            "before": (image, first, second),
+            "between": (first, image, second),
+            "after": (first, second, image),
+            "none": (first, second),
+        }[where]
+        return tuple(chunk for chunk in chunks if len(chunk.tokens))
+
+    trajectory = Trajectory()
+    trajectory.append_rendered(RunKind.PROMPT, rendered(prompt, "before"))
+    for (action, observation), where in zip(turns, shown, strict=False):
+        trajectory.append_sample(sample(action))
+        trajectory.append_rendered(RunKind.OBSERVATION, rendered(observation, where))
+    np.testing.assert_array_equal(chunk_tokens(trajectory.chunks), trajectory.tokens)
+    assert not any(isinstance(a, TokenChunk) and isinstance(b, TokenChunk) for a, b in pairwise(trajectory.chunks))
+    datum = trajectory.to_datum()
+    assert datum.weights.sum() == trajectory.action_tokens, "whatever is left out at the end, no action is"
+    received = Datum.from_wire(unpack(pack(datum.to_wire())))
+    assert len(received) == len(datum)
+    for start, chunk in placed_images(datum.chunks):
+        np.testing.assert_array_equal(trajectory.tokens[start : start + 3], chunk.tokens)

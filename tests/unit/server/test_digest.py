@@ -1,4 +1,5 @@
 import time
+from collections.abc import Callable
 
 import hypothesis.extra.numpy as hnp
 import numpy as np
@@ -74,8 +75,15 @@ def test_a_parameter_that_requires_grad_has_a_digest() -> None:
 
 def test_a_digest_costs_little_more_than_reading_the_tensor() -> None:
     tensor = torch.zeros(20_000_000, dtype=torch.bfloat16)
-    tensor_digest(tensor)
-    started = time.perf_counter()
-    tensor_digest(tensor)
-    # 10 ms here; the bound only catches an implementation that leaves vectorized code.
-    assert time.perf_counter() - started < 1.0
+
+    def fastest(call: Callable[[], object]) -> float:
+        """Of several, because other programs run, too."""
+        times = []
+        for _ in range(7):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    # About 1 here; the bound only catches an implementation that leaves vectorized code.
+    assert fastest(lambda: tensor_digest(tensor)) < 40 * fastest(lambda: tensor.view(torch.int16).sum())

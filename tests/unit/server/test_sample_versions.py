@@ -96,7 +96,7 @@ class CountingTrainer:
 @contextmanager
 def working() -> Iterator[Worker]:
     engine = CountingEngine()
-    canaries = (np.arange(3, dtype=np.int32),)
+    canaries = ((TokenChunk(np.arange(3, dtype=np.int32)),),)
     parts = Parts(cast(RolloutEngine, engine), cast(Trainer, CountingTrainer(engine)), Path("m"), Path("unused"), canaries, 3.0)
     worker = Worker(lambda: parts)
     worker.start(30)

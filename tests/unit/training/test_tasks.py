@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from opentinker.config.job import EnvironmentConfig, TasksConfig
 from opentinker.env.environment import Environment
-from opentinker.env.tasks import ListTasks
+from opentinker.env.tasks import ListTasks, TaskSource
 from opentinker.errors import ConfigError, EnvironmentLoadError
 from opentinker.training.tasks import JobTasks
 
@@ -38,6 +38,24 @@ async def test_a_file_that_the_config_names_replaces_the_environments_own_tasks(
     missing = JobTasks(Environment, EnvironmentConfig(name="x", held_out_tasks=TasksConfig(name="no.csv")), timeout_s=10.0)
     with pytest.raises(ConfigError, match=r"no.csv does not exist"):
         await missing.held_out(5)
+
+
+async def test_the_environment_may_refuse_tasks_of_a_file_before_any_episode(tmp_path: Path) -> None:
+    class Picky(Environment):
+        @classmethod
+        def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
+            if any(task["q"] == args["bad"] for task in tasks.first(10)):
+                raise ConfigError(f"the question {args['bad']!r} has no answer")
+
+    (tmp_path / "t.jsonl").write_text('{"q": "a"}\n{"q": "b"}\n')
+
+    def tasks(bad: str) -> JobTasks:
+        config = EnvironmentConfig(name="x", train_tasks=TasksConfig(name="t.jsonl"), args={"bad": bad})
+        return JobTasks(Picky, config, timeout_s=10.0, base_dir=tmp_path)
+
+    assert len(await tasks("c").draw(0, 0, 2)) == 2
+    with pytest.raises(ConfigError, match="'b' has no answer"):
+        await tasks("b").draw(0, 0, 2)
 
 
 async def test_sources_given_in_python_come_before_everything() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opentinker.client.messages import Datum, TokenChunk
+from opentinker.client.messages import Chunk, Datum, ImageChunk, TokenChunk, chunk_tokens, placed_images
 from opentinker.server.trainer.packing import Pack, pack_data
 
 
@@ -97,3 +97,43 @@ def test_packs_do_not_depend_on_the_order_of_the_data(data: list[Datum], random:
         assert one.tokens_T.tolist() == other.tokens_T.tolist()
         assert one.groups == other.groups
         assert one.rows_N.tolist() == other.rows_N.tolist()
+
+
+@st.composite
+def illustrated(draw: st.DrawFn) -> list[Datum]:
+    """Data of two letters and two pictures, which have the same tokens, so that often the pictures alone tell prompts apart."""
+    data = []
+    for _ in range(draw(st.integers(1, 6))):
+        chunks: list[Chunk] = []
+        weights: list[float] = []
+        for kind in draw(st.lists(st.sampled_from(["t", "t", "a", "b"]), min_size=1, max_size=5)):
+            ids = np.array([draw(st.integers(0, 1))] if kind == "t" else [9, 9], np.int32)
+            chunks.append(TokenChunk(ids) if kind == "t" else ImageChunk(kind, ids))
+            weights += [draw(st.sampled_from([0.0, 1.0]))] if kind == "t" else [0.0, 0.0]
+        targets = np.append(chunk_tokens(chunks)[1:], 7).astype(np.int32)
+        data.append(Datum(tuple(chunks), targets, {"weights": np.array([*weights[1:], 1.0], np.float32)}))
+    return data
+
+
+@given(illustrated(), st.integers(1, 40))
+def test_a_target_sees_the_images_of_its_own_datum_at_their_own_places(data: list[Datum], pack_tokens: int) -> None:
+    for pack in pack_data(data, pack_tokens):
+        for row, index, step in zip(pack.rows_N, pack.data_N, pack.steps_N, strict=True):
+            (group,) = [g for g in pack.groups if g.start <= row < g.stop]
+            rows = group.start + np.flatnonzero(group.mask()[row - group.start])
+            seen = {(int(pack.positions_T[start]), image.sha256) for start, image in pack.images if start in rows}
+            expected = {(start, image.sha256) for start, image in placed_images(data[index].chunks) if start <= step}
+            assert seen == expected
+            assert seen_tokens(pack, int(row)) == data[index].tokens[: step + 1].tolist()
+
+
+def test_prompts_with_other_images_are_not_shared() -> None:
+    def shown(name: str) -> Datum:
+        ids = np.array([9, 9], np.int32)
+        weights = np.array([0, 0, 0, 1], np.float32)
+        return Datum((TokenChunk(np.array([5], np.int32)), ImageChunk(name, ids), TokenChunk(np.array([6], np.int32))),
+                     np.array([9, 9, 6, 7], np.int32), {"weights": weights})  # fmt: skip
+
+    (pack,) = pack_data([shown("a"), shown("b"), shown("a")], 100)
+    assert [len(group.branches) for group in pack.groups] == [2, 1]
+    assert sorted((start, image.sha256) for start, image in pack.images) == [(1, "a"), (5, "b")]

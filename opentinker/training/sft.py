@@ -1,0 +1,202 @@
+"""The driver loop of supervised fine-tuning: examples -> data -> train step -> metrics."""
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, TokenScore
+from opentinker.config.job import SFTJobConfig
+from opentinker.env.tasks import TaskCursor
+from opentinker.errors import ConfigError
+from opentinker.rendering.renderer import ConversationRenderer
+from opentinker.rendering.supervised import SupervisedRenderer
+from opentinker.rendering.tokenizer import ChatTokenizer
+from opentinker.training.conversations import Conversations
+from opentinker.training.metrics import Row, finite
+from opentinker.training.recorder import Recorder
+from opentinker.training.schedule import checkpoint_name, scheduled
+
+FRUITLESS_STEPS = 3
+"""Steps in a row whose examples were all left out, after which the loop gives up."""
+EVALUATION_BATCH = 64
+
+
+class SupervisedPolicy(Protocol):
+    """What the loop needs of a `PolicyClient`."""
+
+    async def info(self) -> dict[str, Any]: ...
+
+    async def tokenizer_files(self) -> dict[str, bytes]: ...
+
+    async def forward(
+        self, data: Sequence[Datum], *, compute: Sequence[TokenScore], temperature: float
+    ) -> dict[TokenScore, list[FloatArray]]: ...
+
+    async def train_step(
+        self,
+        data: Sequence[Datum],
+        minibatches: Sequence[Minibatch],
+        loss: LossConfig,
+        optimizer: AdamParams,
+        *,
+        publish: bool = True,
+    ) -> dict[str, Any]: ...
+
+    async def publish(self, mode: str = "drain") -> dict[str, Any]: ...
+
+    async def save(self, name: str) -> dict[str, Any]: ...
+
+    async def load(self, name: str) -> dict[str, Any]: ...
+
+
+class SFTLoop:
+    """Holds what lasts from step to step; `run` may be called again and continues. The engine gets the weights before a save
+    only: nothing is sampled meanwhile."""
+
+    def __init__(
+        self,
+        config: SFTJobConfig,
+        policy: SupervisedPolicy,
+        train: Conversations,
+        held_out: Conversations | None,
+        recorder: Recorder,
+    ) -> None:
+        self.config = config
+        self.steps_done = 0
+        self._policy = policy
+        self._train = train
+        self._cursor = TaskCursor(train.rows, config.training.seed)
+        self._held_out = held_out
+        self._recorder = recorder
+        self._evaluated_at: int | None = None
+        self._fruitless = 0
+
+    @classmethod
+    async def connect(
+        cls, config: SFTJobConfig, policy: SupervisedPolicy, recorder: Recorder, base_dir: Path | None = None
+    ) -> "SFTLoop":
+        """A loop on a server that runs. Files of examples are relative to `base_dir`.
+
+        Raises:
+            ConfigError: the examples cannot be read.
+            RenderingError: the model has no usable chat template.
+        """
+        info = await policy.info()
+        tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
+        renderer = SupervisedRenderer(ConversationRenderer(tokenizer, info["stop_token_ids"]))
+        data, longest = config.data, int(info["max_model_len"])
+        train = Conversations(data.train, data, renderer, longest, base_dir)
+        held_out = None if data.held_out is None else Conversations(data.held_out, data, renderer, longest, base_dir)
+        return cls(config, policy, train, held_out, recorder)
+
+    async def resume(self, step: int) -> None:
+        """Go on after the checkpoint of `step`; 0 needs none. The place among the examples follows from the step."""
+        if step:
+            await self._policy.load(checkpoint_name(step))
+        self.steps_done = step
+        self._cursor.position = step * self.config.training.batch_size
+
+    async def run(self, steps: int) -> None:
+        """Train for `steps` more steps, evaluating as the config says.
+
+        Raises:
+            ConfigError: a row cannot be trained on, or all of several steps are too long.
+        """
+        evaluation, last = self.config.evaluation, self.steps_done + steps
+        if evaluation.at_start and self.steps_done == 0:
+            await self.evaluate()
+        while self.steps_done < last:
+            await self.step()
+            if (every := self.config.training.save_every) and self.steps_done % every == 0:
+                await self.save(checkpoint_name(self.steps_done))
+            if evaluation.every and self.steps_done % evaluation.every == 0:
+                await self.evaluate()
+        if evaluation.at_end and self._evaluated_at != self.steps_done:
+            await self.evaluate()
+
+    async def save(self, name: str) -> dict[str, Any]:
+        """Publish, so that the checkpoint has a version of its own and can be sampled from, and save."""
+        await self._policy.publish()
+        return await self._policy.save(name)
+
+    async def close(self) -> None:
+        """Nothing is left running."""
+
+    async def evaluate(self) -> Row | None:
+        """The mean loss on held-out conversations; None if there are none."""
+        if self._held_out is None:
+            return None
+        started = time.monotonic()
+        rendered = self._held_out.render(self._held_out.rows.first(self.config.evaluation.max_examples))
+        if not rendered.learnt:
+            raise ConfigError(
+                f"all {rendered.dropped} held-out examples are longer than engine.max_model_len",
+                hint="raise engine.max_model_len",
+            )
+        total = 0.0
+        for start in range(0, len(rendered.data), EVALUATION_BATCH):
+            part = rendered.data[start : start + EVALUATION_BATCH]
+            scores = (await self._policy.forward(part, compute=("logprobs",), temperature=1.0))["logprobs"]
+            total -= sum(float(np.sum(s, dtype=np.float64)) for s in scores)
+        loss = total / rendered.learnt
+        row: Row = finite(
+            {
+                "kind": "sft_evaluation",
+                "step": self.steps_done,
+                "loss": loss,
+                "perplexity": math.exp(min(loss, 700.0)),
+                "examples": len(rendered.data),
+                "tokens": rendered.learnt,
+                "dropped": rendered.dropped,
+                "evaluation_s": time.monotonic() - started,
+            }
+        )
+        self._recorder.row(row)
+        self._evaluated_at = self.steps_done
+        return row
+
+    async def step(self) -> Row:
+        """One optimizer step on the next examples."""
+        training, number = self.config.training, self.steps_done + 1
+        started = time.monotonic()
+        rendered = self._train.render(self._cursor.take(training.batch_size))
+        self._check_fruit(rendered.learnt)
+        optimizer = scheduled(training, number)
+        trained = None
+        if rendered.learnt:
+            minibatch = Minibatch(indices=tuple(range(len(rendered.data))), factor=1.0 / rendered.learnt)
+            loss = LossConfig(name="cross_entropy")
+            trained = await self._policy.train_step(rendered.data, [minibatch], loss, optimizer, publish=False)
+        took = time.monotonic() - started
+        report = trained["minibatches"][0] if trained else {"loss": None, "grad_norm": None}
+        row: Row = finite(
+            {
+                "kind": "sft_step",
+                "step": number,
+                "loss": report["loss"],
+                "grad_norm": report["grad_norm"],
+                "learning_rate": optimizer.learning_rate,
+                "epoch": self._cursor.position / self._train.rows.size if self._train.rows.size else None,
+                "examples": training.batch_size - rendered.dropped,
+                "dropped": rendered.dropped,
+                "tokens": rendered.tokens,
+                "tokens_trained": rendered.learnt,
+                "tokens_per_s": rendered.tokens / took if took > 0 else None,
+                "step_s": took,
+            }
+        )
+        self._recorder.row(row)
+        self.steps_done = number
+        return row
+
+    def _check_fruit(self, learnt: int) -> None:
+        self._fruitless = 0 if learnt else self._fruitless + 1
+        if self._fruitless >= FRUITLESS_STEPS:
+            raise ConfigError(
+                f"all examples of {FRUITLESS_STEPS} steps in a row are longer than engine.max_model_len",
+                hint="raise engine.max_model_len, or shorten the examples",
+            )
