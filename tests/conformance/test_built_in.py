@@ -1,4 +1,4 @@
-"""Built-in environments, and some of the adapters', play the same episodes wherever they run, and keep the authors' contract."""
+"""Built-in and adapted environments play the same episodes wherever they run, and keep the contract of authors."""
 
 import asyncio
 from collections.abc import Callable
