@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from opentinker.env.tasks import GeneratedTasks, ListTasks, TaskSource
     from opentinker.errors import JobFailedError, OpenTinkerError, ServerLostError
     from opentinker.images import Image
-    from opentinker.training.trainer import RLTrainer
+    from opentinker.training.trainer import RLTrainer, SFTTrainer
 
 _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
@@ -61,7 +61,7 @@ _HOMES = {
     "opentinker.env.tasks": ("GeneratedTasks", "ListTasks", "TaskSource"),
     "opentinker.errors": ("JobFailedError", "OpenTinkerError", "ServerLostError"),
     "opentinker.images": ("Image",),
-    "opentinker.training.trainer": ("RLTrainer",),
+    "opentinker.training.trainer": ("RLTrainer", "SFTTrainer"),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
 _ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "RLOO", "ReinforcePP")
@@ -99,6 +99,7 @@ __all__ = [
     "ReinforcePP",
     "Resources",
     "RolloutConfig",
+    "SFTTrainer",
     "SamplingConfig",
     "Scheduling",
     "ServerLostError",
