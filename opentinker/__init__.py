@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
+    from opentinker.env.remote import RemoteEnvironment, remote_environment
     from opentinker.env.tasks import GeneratedTasks, ListTasks, TaskSource
     from opentinker.errors import JobFailedError, OpenTinkerError, ServerLostError
     from opentinker.images import Image
@@ -58,6 +59,7 @@ _HOMES = {
     ),
     "opentinker.env.datasets": ("load_tasks",),
     "opentinker.env.environment": ("Action", "Environment", "Message", "StepResult"),
+    "opentinker.env.remote": ("RemoteEnvironment", "remote_environment"),
     "opentinker.env.tasks": ("GeneratedTasks", "ListTasks", "TaskSource"),
     "opentinker.errors": ("JobFailedError", "OpenTinkerError", "ServerLostError"),
     "opentinker.images": ("Image",),
@@ -97,6 +99,7 @@ __all__ = [
     "RLJobConfig",
     "RLTrainer",
     "ReinforcePP",
+    "RemoteEnvironment",
     "Resources",
     "RolloutConfig",
     "SFTTrainer",
@@ -108,6 +111,7 @@ __all__ = [
     "TaskSource",
     "TrainerConfig",
     "load_tasks",
+    "remote_environment",
 ]
 
 
