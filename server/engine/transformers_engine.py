@@ -24,6 +24,7 @@ from opentinker.client.messages import (
     SampleRequest,
     SampleResult,
     SamplingParams,
+    TokenChunk,
     chunk_tokens,
     placed_images,
 )
@@ -32,7 +33,7 @@ from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed, sampling_logprobs
-from opentinker.server.images import ImageStore
+from opentinker.server.images import ImageStore, sample_picture
 from opentinker.server.vision import auto_class, embed, image_features
 
 _PREFILL_TOKENS = 8192
@@ -145,6 +146,8 @@ class TransformersEngine:
         self._batch: _Batch | None = None
         self._version = 0
         self._broken = False
+        if images is not None:
+            self._prove(images)
 
     @property
     def version(self) -> int:
@@ -316,6 +319,30 @@ class TransformersEngine:
         del self._pending[id(pending)]
         samples = tuple(pending.samples[i] for i in range(pending.request.n))
         return SampleResult(pending.request.request_id, samples, pending.params, pending.prompt_logprobs)
+
+    @torch.inference_mode()
+    def _prove(self, images: ImageStore) -> None:
+        """Compare a prompt that shows an image with the model's own forward pass.
+
+        Raises:
+            EngineError: this engine does not compute images as the model does (other positions, or other attention).
+            ConfigError: the model's image processor does not belong to its vision tower.
+        """
+        ((sha256, ids),) = images.add([sample_picture(0)]).items()
+        words = TokenChunk(np.array([token for token in range(9) if token != images.processor.token_id], np.int32))
+        prompt = (words, ImageChunk(sha256, ids), words)
+        mine = self._score(prompt)
+        tokens = torch.from_numpy(chunk_tokens(prompt).astype(np.int64)).to(self._device)
+        pixels = {key: value.to(self._device) for key, value in images.processed(sha256).pixels.items()}
+        logits = self._model(input_ids=tokens[None], **pixels, use_cache=False).logits[0, :-1].float()
+        own = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].cpu().numpy()
+        error = float(np.abs(mine[1:] - own)[-len(words.tokens) + 1 :].mean())
+        if not error < (1e-3 if self._model.dtype == torch.float32 else 0.25):
+            raise EngineError(
+                f"this engine does not show images to {self._model.config.model_type} models as they see them: logprobs differ "
+                f"by {error:.3g} on average",
+                hint="set engine.kind=vllm",
+            )
 
     def has_unfinished(self) -> bool:
         return bool(self._pending)

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image as Pillow
 from PIL import ImageDraw
 from test_server import Server, serving
+from trainer_tools import assert_same, weights
 from vlm_tools import IMAGE_SIZE, build_tiny_vlm
 
 from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch, TokenChunk, as_chunks, chunk_tokens
@@ -27,7 +28,7 @@ LENGTHS = range(1, 5)
 UNIT = IMAGE_SIZE // 4
 POOL, HELD_OUT = 256, 96
 """Pictures to learn from, and others to judge by."""
-WARM_UP_STEPS, RL_STEPS, LEARNING_RATE = 24, 14, 1e-3
+WARM_UP_STEPS, RL_STEPS, BLIND_STEPS, LEARNING_RATE = 31, 14, 8, 1e-3
 QUESTION = "How wide is the bar?"
 
 
@@ -149,15 +150,18 @@ async def test_rl_improves_a_warmed_up_policy_and_does_not_without_a_learning_ra
         assert seeing["exact_after"] > seeing["exact_before"] + 2 * seeing["exact_ci"]
         assert abs(seeing["mismatch_kl_mean"]) < 1e-4, "the trainer sees what the engine saw, pictures included"
 
-        still = await trained(server, tmp_path / "still", 2, 0.0)
+        still = await trained(server, tmp_path / "still", 1, 0.0)
         assert abs(still["exact_after"] - still["exact_before"]) <= 2 * still["exact_ci"]
+        unmoved = weights(server.parts.trainer, "p")
+        await server.client.load("warm")
+        assert_same(unmoved, weights(server.parts.trainer, "p"))
 
-        blind = await trained(server, tmp_path / "blind", RL_STEPS, LEARNING_RATE, blank=True)
+        blind = await trained(server, tmp_path / "blind", BLIND_STEPS, LEARNING_RATE, blank=True)
         widths = [drawn(task["seed"])[1] for task in Bars.held_out_tasks()]
         commonest = max(widths.count(width) for width in LENGTHS) / len(widths)
         assert blind["exact_after"] <= commonest + blind["exact_ci"], "nobody can do better by guessing"
 
-        late = await trained(server, tmp_path / "late", 2, LEARNING_RATE, late=True)
-        (first, _) = (row for row in late["rows"] if row["kind"] == "step")
+        late = await trained(server, tmp_path / "late", 1, LEARNING_RATE, late=True)
+        (first,) = (row for row in late["rows"] if row["kind"] == "step")
         assert first["turns_mean"] == 2.0
         assert abs(late["mismatch_kl_mean"]) < 1e-4, "also of a picture that comes after an action"

@@ -7,7 +7,8 @@ import pytest
 from opentinker.client.messages import AdamParams
 from opentinker.config.job import RLTrainingConfig
 from opentinker.env.environment import Environment, StepResult
-from opentinker.errors import EpisodesFailedError, UnavailableError
+from opentinker.errors import ConfigError, EpisodesFailedError, UnavailableError
+from opentinker.images import Image
 from opentinker.training.rl import FRUITLESS_STEPS, RLLoop, scheduled
 
 
@@ -196,3 +197,18 @@ def test_the_learning_rate_falls_linearly_after_the_warm_up_and_the_last_step_st
     assert [round(scheduled(training, step).learning_rate, 3) for step in range(1, 8)] == [1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0]
     warmed = training.model_copy(update={"warmup_steps": 2})
     assert [round(scheduled(warmed, step).learning_rate, 3) for step in range(1, 6)] == [0.5, 1.0, 0.75, 0.5, 0.25]
+
+
+async def test_an_environment_that_shows_images_to_a_model_without_eyes_ends_the_run_at_once(
+    policy, make_config, recorder
+) -> None:
+    class Pictures(Environment):
+        def reset(self, task: Any) -> Any:
+            return Image(b"\x89PNG\r\n\x1a\n")
+
+        def step(self, action: Any) -> StepResult:
+            return StepResult(1.0, True)
+
+    loop = await RLLoop.connect(make_config(evaluation={"at_start": False}), Pictures, policy, recorder)
+    with pytest.raises(ConfigError, match="Pictures shows images, but the base model takes none"):
+        await loop.run(1)
