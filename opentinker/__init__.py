@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     )
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
+    from opentinker.env.remote import RemoteEnvironment, remote_environment
     from opentinker.env.tasks import GeneratedTasks, ListTasks, TaskSource
     from opentinker.errors import JobFailedError, OpenTinkerError, ServerLostError
     from opentinker.images import Image
-    from opentinker.training.trainer import RLTrainer
+    from opentinker.training.trainer import RLTrainer, SFTTrainer
 
 _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
@@ -58,10 +59,11 @@ _HOMES = {
     ),
     "opentinker.env.datasets": ("load_tasks",),
     "opentinker.env.environment": ("Action", "Environment", "Message", "StepResult"),
+    "opentinker.env.remote": ("RemoteEnvironment", "remote_environment"),
     "opentinker.env.tasks": ("GeneratedTasks", "ListTasks", "TaskSource"),
     "opentinker.errors": ("JobFailedError", "OpenTinkerError", "ServerLostError"),
     "opentinker.images": ("Image",),
-    "opentinker.training.trainer": ("RLTrainer",),
+    "opentinker.training.trainer": ("RLTrainer", "SFTTrainer"),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
 _ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "RLOO", "ReinforcePP")
@@ -97,8 +99,10 @@ __all__ = [
     "RLJobConfig",
     "RLTrainer",
     "ReinforcePP",
+    "RemoteEnvironment",
     "Resources",
     "RolloutConfig",
+    "SFTTrainer",
     "SamplingConfig",
     "Scheduling",
     "ServerLostError",
@@ -107,6 +111,7 @@ __all__ = [
     "TaskSource",
     "TrainerConfig",
     "load_tasks",
+    "remote_environment",
 ]
 
 

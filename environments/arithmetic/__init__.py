@@ -37,6 +37,10 @@ class Arithmetic(Environment):
     def held_out_tasks(cls) -> Sequence[dict[str, int]]:
         return [{"a": a, "b": b} for a, b in HELD_OUT]
 
+    @classmethod
+    def sample_actions(cls, task: Any) -> list[str]:
+        return [str(task["a"] + task["b"])]
+
     def reset(self, task: Any) -> list[Message]:
         self._sum = task["a"] + task["b"]
         messages: list[Message] = []

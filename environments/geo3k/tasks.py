@@ -42,7 +42,8 @@ class Posed:
 
     @property
     def instructions(self) -> str:
-        return INSTRUCTIONS if self.family else DATASET_INSTRUCTIONS
+        """On a line of its own: templates put the parts of a message together as they are."""
+        return f"\n{INSTRUCTIONS if self.family else DATASET_INSTRUCTIONS}"
 
 
 def pose(task: Mapping[str, Any], size: int) -> Posed:
@@ -82,7 +83,7 @@ def _placed(text: str, images: Sequence[Image]) -> tuple[Part, ...]:
     Raises:
         InvalidRequestError: there are more placeholders than pictures.
     """
-    texts = text.split(PLACEHOLDER)
+    texts = text.strip().split(PLACEHOLDER)
     unplaced = len(images) - (len(texts) - 1)
     if unplaced < 0:
         raise InvalidRequestError(f"the problem names {len(texts) - 1} pictures, but there are {len(images)}")
@@ -91,7 +92,7 @@ def _placed(text: str, images: Sequence[Image]) -> tuple[Part, ...]:
         if image is not None:
             parts.append({"type": "image", "image": image})
         if piece.strip():
-            parts.append({"type": "text", "text": piece.strip()})
+            parts.append({"type": "text", "text": piece})
     return tuple(parts)
 
 

@@ -1,5 +1,6 @@
 """Geometry problems with tools, over several turns: a calculator, and a closer look at a part of the picture."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from typing import Any, Literal, get_args
@@ -48,6 +49,7 @@ CROP: Tool = {
 TOOLS = {"calculator": CALCULATOR, "crop": CROP}
 ImageRole = Literal["tool", "user"]
 _LONGEST_ERROR = 500
+_MARK = re.compile(r"<(?=[|\w/])(?!/?(?:tool_call|function|parameter)\b)")
 _NO_ANSWER = Verdict(False, False)
 
 
@@ -156,7 +158,7 @@ class Geo3kTools(Geo3k):
     def _crop(self, arguments: Mapping[str, Any]) -> list[Message]:
         image, text = self._pictures.crop(**arguments)
         self._counts["crops"] += 1
-        shown: list[Part] = [{"type": "text", "text": text}, {"type": "image", "image": image}]
+        shown: list[Part] = [{"type": "text", "text": f"{text}\n"}, {"type": "image", "image": image}]
         if self._image_role == "tool":
             return [{"role": "tool", "content": shown}]
         return [_tool_message("The part is shown below."), {"role": "user", "content": shown}]
@@ -167,4 +169,5 @@ def _tool_message(text: str) -> Message:
 
 
 def _error_message(text: str) -> Message:
-    return _tool_message(f"Error: {text[:_LONGEST_ERROR]}")
+    """Errors repeat what the policy wrote. It must not open a turn or show an image, as a template's own marks do."""
+    return _tool_message(f"Error: {_MARK.sub('(', text[:_LONGEST_ERROR])}")

@@ -53,6 +53,10 @@ class GuessNumber(Environment):
     def held_out_tasks(cls) -> Sequence[dict[str, int]]:
         return [{"low": low, "number": number} for low, number in HELD_OUT]
 
+    @classmethod
+    def sample_actions(cls, task: Any) -> list[str]:
+        return [str(task["low"] + SPAN // 2), str(task["number"])]
+
     def reset(self, task: Any) -> list[Message]:
         self._number, self._low, self._high = task["number"], task["low"], task["low"] + SPAN - 1
         return [*_EXAMPLE, _message("user", f"Correct! Guess my number between {self._low} and {self._high}.")]

@@ -63,8 +63,7 @@ class Api:
             return
         status, headers = 200, []
         try:
-            answer = await self._answer(scope, receive)
-            body, kind = json_values.dumps(answer), b"application/json"
+            body, kind = json_values.dumps(await self._answer(scope, receive)), b"application/json"
         except OpenTinkerError as error:
             status, body, kind = error.status, json_values.dumps(error.to_problem()), b"application/problem+json"
             if isinstance(error, RateLimitedError):

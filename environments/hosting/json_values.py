@@ -3,13 +3,20 @@
 import json
 from typing import Any
 
-from opentinker.errors import InvalidRequestError
+from opentinker.errors import EnvironmentFailedError, InvalidRequestError
 from opentinker.images import Image
 
 
 def dumps(value: Any) -> bytes:
-    """A value as JSON."""
-    return json.dumps(value, default=_plain, allow_nan=False).encode()
+    """A value as JSON.
+
+    Raises:
+        EnvironmentFailedError: it holds what JSON cannot, such as NaN.
+    """
+    try:
+        return json.dumps(value, default=_plain, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentFailedError(f"the environment gave what JSON cannot hold: {error}") from error
 
 
 def loads(body: bytes) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from opentinker.env.environment import Action, Environment, Message, StepResult, Tool
-from opentinker.env.parsing import fenced_code, tool_calls
+from opentinker.env.parsing import boxed, fenced_code, outside_code, tool_calls
 from opentinker.env.tasks import ListTasks, Split, TaskSource
 from opentinker.environments.math import GOLDS_CHECKED
 from opentinker.environments.math.judging import UNANSWERED, check_gold, gold_of, judge, require_checker
@@ -162,7 +162,7 @@ class MathCode(Environment):
         """The code that a message asks to run, and what is wrong with its malformed calls."""
         parsed = tool_calls(text, (PYTHON_TOOL,))
         codes = [str(call.arguments["code"]) for call in parsed.calls]
-        if not codes and not parsed.errors and "\\boxed" not in text:
+        if not codes and not parsed.errors and boxed(outside_code(text, "python")) is None:
             codes = fenced_code(text, "python")
         return codes, parsed.errors
 
@@ -191,7 +191,7 @@ class MathCode(Environment):
         return "\n".join(part for part in (text, note) if part)
 
     def _judged(self, action: Action) -> StepResult:
-        judgement = judge(action.text, self._gold, "boxed", self._check_timeout_s)
+        judgement = judge(outside_code(action.text, "python"), self._gold, "boxed", self._check_timeout_s)
         reward = {
             "answer": (1.0 - self._format_reward) * judgement.right,
             "format": self._format_reward * judgement.found,

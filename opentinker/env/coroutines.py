@@ -2,13 +2,39 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+import types
+from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from typing import Any
 
 from opentinker.env.execution import reported
 from opentinker.env.frames import ERROR, problem_body
 from opentinker.env.leader import Call, Executor
+from opentinker.env.stopping import Door
 from opentinker.errors import EnvironmentFailedError, OpenTinkerError
+
+
+@types.coroutine
+def _through(door: Door, call: Call, value: Awaitable[Any]) -> Generator[Any, Any, Any]:
+    """Awaits, and lets exceptions in from outside while the user's code runs, not while it waits."""
+    steps = value.__await__()
+    sent: Any = None
+    thrown: BaseException | None = None
+    while True:
+        try:
+            if thrown is not None:
+                yielded = door.run(call, partial(steps.throw, thrown))
+            elif sent is None:
+                yielded = door.run(call, partial(next, steps))
+            else:
+                yielded = door.run(call, partial(steps.send, sent))
+        except StopIteration as end:
+            return end.value
+        sent, thrown = None, None
+        try:
+            sent = yield yielded
+        except BaseException as error:  # the awaiting side's, for the code that waits
+            thrown = error
 
 
 class Coroutines:
@@ -17,7 +43,8 @@ class Coroutines:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = (0, 0)
+        self._door = Door()
+        self._native = 0
         self._lock = threading.Lock()
         self._tasks: dict[Call, asyncio.Task[None]] = {}
         self._flushing = False
@@ -36,7 +63,7 @@ class Coroutines:
             if call.abandoned:
                 return
             call.on_loop = True
-            call.thread, call.native = self._thread
+            call.door, call.native = self._door, self._native
             self._executor.track(call)
         loop.call_soon_threadsafe(self._begin, call, value, what, function, convert)
 
@@ -69,12 +96,14 @@ class Coroutines:
         outcome = (ERROR, b"")
         try:
             with reported(what, function):
-                answer = await value
+                answer = await _through(self._door, call, value)
             outcome = convert(answer)
         except asyncio.CancelledError:
             outcome = ERROR, problem_body(EnvironmentFailedError(f"{what} raised CancelledError"))
         except OpenTinkerError as error:
             outcome = ERROR, problem_body(error)
+        except Exception as error:  # in what was answered
+            outcome = ERROR, problem_body(EnvironmentFailedError(f"{what}: {type(error).__name__}: {error}"))
         self._tasks.pop(call, None)
         call.finished = True
         self._executor.finish(call, outcome)
@@ -93,7 +122,7 @@ class Coroutines:
                 started = threading.Event()
 
                 def run(loop: asyncio.AbstractEventLoop) -> None:
-                    self._thread = threading.get_ident(), threading.get_native_id()
+                    self._native = threading.get_native_id()
                     asyncio.set_event_loop(loop)
                     started.set()
                     loop.run_forever()

@@ -32,6 +32,7 @@ class EnvironmentSession:
         self._to_close: list[Environment] = []
         self._closed = False
         self._done = False
+        self._plain: Callable[[], Any] | None = None
         self.seconds = 0.0
         """Time spent in the environment so far."""
         self.tools: tuple[Tool, ...] = ()
@@ -107,7 +108,7 @@ class EnvironmentSession:
         try:
             done, _ = await asyncio.wait({task}, timeout=max(0.0, timeout_s))
             if not done:
-                raise DeadlineError(f"{what} did not return within {timeout_s:.3g} s")
+                raise DeadlineError(f"{what} did not return within {timeout_s:.3g} s{self._place(task, function)}")
             if task.cancelled():
                 raise EnvironmentFailedError(f"{what} raised CancelledError")
             return task.result()
@@ -126,11 +127,29 @@ class EnvironmentSession:
                 with reported(what, function):
                     return function(*args)
 
+            self._plain = plain
             value = await self._threads.call(plain)
         if not isinstance(value, Awaitable):
             return value
         with reported(what, function):
             return await value
+
+    def _place(self, task: "asyncio.Task[Any]", function: Callable[..., Any]) -> str:
+        """The author's line at which a call is now, where that can be told."""
+        stack = _suspended_at(task) + (self._threads.stack(self._plain) if self._plain is not None else [])
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        own = [f" ({file}:{line})" for file, line in stack if code is not None and file == code.co_filename != __file__]
+        return own[-1] if own else ""
+
+
+def _suspended_at(task: "asyncio.Task[Any]") -> list[tuple[str, int]]:
+    """Files and lines of the coroutines that a task waits in, the innermost last."""
+    lines: list[tuple[str, int]] = []
+    waiting: Any = task.get_coro()
+    while (frame := getattr(waiting, "cr_frame", None)) is not None:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        waiting = waiting.cr_await
+    return lines
 
 
 def _taken(environments: list[Environment]) -> Iterator[Environment]:

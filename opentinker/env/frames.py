@@ -36,6 +36,8 @@ _HEADER = struct.Struct("<IBBIQ16sf")
 HEADER_BYTES = _HEADER.size
 _LENGTH_BYTES = 4
 _IMAGE, _BIG_INT = 1, 2
+MAX_ANSWER_BYTES = 64 * 2**20
+"""Of an observation with its images, or of a list of tasks."""
 MAX_FRAME_BYTES = 256 * 2**20
 """A length beyond this is no frame but an accident."""
 

@@ -14,6 +14,7 @@ from opentinker.env.frames import (
     DONE,
     ERROR,
     FINALIZE,
+    MAX_ANSWER_BYTES,
     NAMES,
     NO_SESSION,
     OK,
@@ -104,7 +105,10 @@ class Host:
             raise InvalidRequestError(f"there is no operation {frame.op}")
         except OpenTinkerError as error:
             self._executor.emit(_answer(frame, ERROR, problem_body(error)))
-            return None
+        except Exception as error:  # whatever it is, the thread that leads must go on
+            problem = EnvironmentFailedError(f"the worker failed over a request: {type(error).__name__}: {error}")
+            self._executor.emit(_answer(frame, ERROR, problem_body(problem)))
+        return None
 
     def retire(self) -> bytes:
         """The wish to be replaced."""
@@ -294,11 +298,13 @@ def _finalized(reward: Any, what: str) -> Outcome:
 
 def _packed(value: Any, what: str) -> bytes:
     try:
-        return pack(value)
+        body = pack(value)
     except InvalidRequestError as error:
-        raise EnvironmentFailedError(
-            f"{what} gave something that cannot be sent: {error.__cause__}", hint=error.hint
-        ) from error
+        why = error.__cause__
+        raise EnvironmentFailedError(f"{what} gave something that cannot be sent: {why}", hint=error.hint) from error
+    if len(body) > MAX_ANSWER_BYTES:
+        raise EnvironmentFailedError(f"{what} gave {len(body):,} bytes; at most {MAX_ANSWER_BYTES:,} can be sent")
+    return body
 
 
 def _answer(frame: Frame, kind: int, body: bytes) -> bytes:

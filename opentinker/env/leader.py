@@ -6,7 +6,6 @@ milliseconds. When it finds the leader in the same call as the last time, it giv
 and the call goes on alone. A kind of call that turns out to be slow gets a thread of its own from the start.
 """
 
-import ctypes
 import itertools
 import os
 import threading
@@ -18,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from opentinker.env.frames import Frame
+from opentinker.env.stopping import Abandoned, Door, Stopper
 
 TICK_S = 0.004
 """How often the monitor looks, and so about how long a slow call holds up those behind it."""
@@ -31,10 +31,13 @@ PROBE_EVERY = 64
 FLUSH_S = 0.001
 """Finished answers wait no longer than this for the next ones."""
 HUNG_CHECK_S = 1.0
+DEAF_S = 10.0
+"""An event loop that does not even notice a cancellation for so long is blocked, by whatever it is."""
 MAX_HUNG = 32
 """Calls that still run although their deadline is over, before a worker asks to be replaced."""
 
 
+_ENDED = object()
 BLOCKED = 70
 """Exit code of a worker whose event loop is blocked for good by a call that missed its deadline."""
 
@@ -43,7 +46,21 @@ class Call:
     """One run of user code. `run` gives what is to be answered; `expire` is what is answered when the deadline comes first.
     Whichever is first calls `settle`, the other is ignored."""
 
-    __slots__ = ("abandoned", "cpu_s", "deadline", "expire", "finished", "key", "native", "on_loop", "run", "settle", "thread")
+    __slots__ = (
+        "abandoned",
+        "blocks",
+        "cpu_s",
+        "deadline",
+        "door",
+        "expire",
+        "finished",
+        "key",
+        "late_since",
+        "native",
+        "on_loop",
+        "run",
+        "settle",
+    )
 
     def __init__(
         self,
@@ -59,12 +76,13 @@ class Call:
         self.expire = expire
         self.deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
         self.finished = self.abandoned = self.on_loop = False
-        self.thread = self.native = 0
+        self.door: Door | None = None
+        """The way into its thread."""
+        self.native = 0
+        """The system's number of its thread."""
+        self.late_since = 0.0
+        self.blocks = False
         self.cpu_s = 0.0
-
-
-class AbandonedError(BaseException):
-    """Raised in a thread whose call missed its deadline, to end loops of Python code. User code should not catch it."""
 
 
 class Executor:
@@ -87,7 +105,8 @@ class Executor:
         self._out: list[bytes] = []
         self._term = 0
         self._current: Call | None = None
-        self._leader = (0, 0)
+        self._leader = (Door(), 0)
+        self._stopper = Stopper()
         self._running: set[Call] = set()
         self._hung: list[Call] = []
         self._retired = False
@@ -129,7 +148,8 @@ class Executor:
         """The leader's life. False: the thread has nothing left to do and may take other work."""
         queue = self._queue
         clock = time.perf_counter
-        self._leader = _this_thread()
+        door = Door()
+        self._leader = (door, threading.get_native_id())
         flushed = clock()
         while True:
             if not queue:
@@ -152,7 +172,7 @@ class Executor:
                 self._spawn(lambda call=call: self._alone(call))  # type: ignore[misc]
                 continue
             began = clock()
-            outcome = call.run()
+            outcome = _outcome(door, call)
             ended = clock()
             if outcome is not None:  # None: it goes on elsewhere
                 call.finished = True
@@ -171,9 +191,9 @@ class Executor:
         return not call.abandoned
 
     def _alone(self, call: Call) -> bool:
-        call.thread, call.native = _this_thread()
+        call.door, call.native = Door(), threading.get_native_id()
         began = time.perf_counter()
-        outcome = call.run()
+        outcome = _outcome(call.door, call)
         if outcome is not None:
             call.finished = True
         with self.lock:
@@ -203,13 +223,8 @@ class Executor:
             threading.Thread(target=self._serve, args=(inbox,), name="environment", daemon=True).start()
 
     def _serve(self, inbox: "SimpleQueue[Callable[[], bool]]") -> None:
-        try:
-            while inbox.get()():
-                self._idle.append(inbox)
-        except AbandonedError:
-            return  # it came a moment after the call had ended by itself
-        except OSError:
-            os._exit(1)  # the parent is gone
+        while inbox.get()():
+            self._idle.append(inbox)
 
     def _watch(self) -> None:
         seen: Call | None = None
@@ -225,7 +240,7 @@ class Executor:
                 self._expire(now)
             if self._hung and now - checked > HUNG_CHECK_S:
                 checked = now
-                self._look_at_hung()
+                self._look_at_hung(now)
             self.flush()
             idle = 0 if current is not None or self._running or self._hung else idle + 1
             if idle > IDLE_TICKS:
@@ -249,7 +264,7 @@ class Executor:
             self._term += 1
             term = self._term
             if not call.on_loop:
-                call.thread, call.native = self._leader
+                call.door, call.native = self._leader
             self._cost_s[call.key] = max(self._cost_s.get(call.key, 0.0), 2 * SLOW_S)
             self._running.add(call)
         self._spawn(lambda: self._lead(term))
@@ -263,35 +278,41 @@ class Executor:
                 self._out.append(call.settle(call.expire()))
                 if not call.finished:
                     self._hung.append(call)
+                    call.late_since = now
                     call.cpu_s = _cpu_s(call.native)
-                    if not call.on_loop:
-                        _interrupt(call.thread)
+                    if call.door is not None:
+                        self._stopper.stop(call.door, call)
 
-    def _look_at_hung(self) -> None:
+    def _look_at_hung(self, now: float) -> None:
         with self.lock:
             self._hung = [call for call in self._hung if not call.finished]
             busy = False
             for call in self._hung:
-                if call.on_loop and call.abandoned and call.cpu_s < 0:
-                    os._exit(BLOCKED)
-                if call.on_loop:
-                    _interrupt(call.thread)  # the loop did not even notice the cancellation
-                    call.cpu_s = -1.0
+                if now - call.late_since < HUNG_CHECK_S:
                     continue
-                before, call.cpu_s = call.cpu_s, _cpu_s(call.native)
-                busy = busy or call.cpu_s - before > 0.1 * HUNG_CHECK_S
+                if call.on_loop:
+                    self._look_at_loop(call, now)
+                else:
+                    before, call.cpu_s = call.cpu_s, _cpu_s(call.native)
+                    busy = busy or call.cpu_s - before > 0.1 * HUNG_CHECK_S
             if not self._retired and (busy or len(self._hung) > MAX_HUNG):
                 self._retired = True
                 self._out.append(self._retire())
 
+    def _look_at_loop(self, call: Call, now: float) -> None:
+        """A late coroutine that does not let the event loop go on ends the process: all others there are stuck with it."""
+        inside = call.door is not None and call.door.throw(call)
+        if (inside and call.blocks) or now - call.late_since > DEAF_S:
+            os._exit(BLOCKED)
+        call.blocks = inside
 
-def _this_thread() -> tuple[int, int]:
-    return threading.get_ident(), threading.get_native_id()
 
-
-def _interrupt(thread: int) -> None:
-    """Raise `AbandonedError` in a thread as soon as it runs Python code again."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(AbandonedError))
+def _outcome(door: Door, call: Call) -> Any:
+    """What the call gives. One that was ended by force was answered before."""
+    try:
+        return door.run(call, call.run)
+    except Abandoned:
+        return _ENDED
 
 
 def _cpu_s(native_thread: int) -> float:

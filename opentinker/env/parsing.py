@@ -272,16 +272,30 @@ _ALIASES = {"py": "python", "python3": "python", "sh": "bash", "shell": "bash"}
 
 def fenced_code(text: str, language: str = "") -> list[str]:
     """The contents of the closed ``` blocks in `language` (any case, usual short names), in order; '' takes those of all."""
-    wanted, found, at = language.lower(), [], 0
+    return [text[start:end] for start, end, _, _ in _fences(text, language)]
+
+
+def outside_code(text: str, language: str = "") -> str:
+    """`text` without its closed ``` blocks in `language`, as `fenced_code` finds them."""
+    kept, at = [], 0
+    for _, _, begin, after in _fences(text, language):
+        kept.append(text[at:begin])
+        at = after
+    return "".join([*kept, text[at:]])
+
+
+def _fences(text: str, language: str) -> Iterator[tuple[int, int, int, int]]:
+    """Where the content of a block and the whole of it start and end."""
+    wanted, at = _ALIASES.get(language.lower(), language.lower()), 0
     while (opener := _FENCE.search(text, at)) is not None:
         end = _FENCE_END.search(text, opener.end())
         if end is None:
-            break
+            return
         named = opener.group(1).lower()
-        if not wanted or _ALIASES.get(named, named) == _ALIASES.get(wanted, wanted):
-            found.append(text[opener.end() + 1 : max(opener.end() + 1, end.start())])
+        if not wanted or _ALIASES.get(named, named) == wanted:
+            start = min(opener.end() + 1, len(text))
+            yield start, max(start, end.start()), opener.start(), end.end()
         at = end.end()
-    return found
 
 
 _BOX_TOKEN = re.compile(r"(\\f?boxed\s*\{|\\fbox\s*\{)|\\.|[{}]", re.DOTALL)

@@ -220,7 +220,7 @@ class RemoteEnvironment(Environment):
         if self._used:
             raise EnvironmentFailedError("this environment was reset before", hint="an environment is used once")
         self._used = True
-        timeout_s = left_s(CALL_S)
+        timeout_s = _left_s()
         body = await self._translated(self._placed(self._body([self._args, task], "the task"), timeout_s))
         messages, self.tools, self._finalizes = unpack(body)
         found: list[Any] = messages
@@ -259,7 +259,7 @@ class RemoteEnvironment(Environment):
         if link is None:
             return
         try:
-            await self._translated(self._answer(link, CLOSE, 0, b"", left_s(CALL_S)))
+            await self._translated(self._answer(link, CLOSE, 0, b"", _left_s()))
         except EnvironmentFailedError as error:
             if not isinstance(error.__cause__, UnavailableError):
                 raise  # a server that is gone has nothing left to close
@@ -269,7 +269,7 @@ class RemoteEnvironment(Environment):
     async def _asked(self, op: int, index: int, body: bytes) -> tuple[int, bytes]:
         if self._link is None:
             raise EnvironmentFailedError("this environment was not reset, or is closed")
-        answer: tuple[int, bytes] = await self._translated(self._answer(self._link, op, index, body, left_s(CALL_S)))
+        answer: tuple[int, bytes] = await self._translated(self._answer(self._link, op, index, body, _left_s()))
         return answer
 
     async def _answer(self, link: Link, op: int, index: int, body: bytes, timeout_s: float) -> tuple[int, bytes]:
@@ -369,6 +369,10 @@ class RemoteEnvironment(Environment):
         except OpenTinkerError as error:
             raise EnvironmentFailedError(error.detail, hint=error.hint) from error
         return body
+
+
+def _left_s() -> float:
+    return max(0.001, left_s(CALL_S))
 
 
 def remote_environment(

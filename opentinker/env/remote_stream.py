@@ -80,6 +80,7 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             if self.alive:
                 self._transport.write(message((1000).to_bytes(2, "big"), masked=True, opcode=CLOSE))
+            self.alive = False
             self._transport.close()
 
     def abort(self) -> None:
@@ -93,7 +94,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.heard = time.monotonic()
         try:
-            if not self.alive:
+            if not self.opened.done():
                 data = self._handshake(data)
             for opcode, payload in self._messages.feed(data):
                 if opcode == CLOSE:
@@ -141,8 +142,7 @@ class _Connection(asyncio.Protocol):
         if headers.get("sec-websocket-accept") != accept_of(self._key):
             raise UnavailableError("it does not answer like an environment server")
         self.alive = True
-        if not self.opened.done():
-            self.opened.set_result(None)
+        self.opened.set_result(None)
         return rest
 
     def _flush(self) -> None:
@@ -277,9 +277,14 @@ class Link:
                 if self._users <= 0 and not connection.pending and now - self._used > LINGER_S:
                     return
         finally:
-            if self._connection is not None:
-                self._connection.close()
-            connection.close()
+            # Nothing here may keep the event loop in memory when it has ended.
+            links = _links.get(asyncio.get_running_loop(), {})
+            if links.get((self.url, self._token)) is self:
+                del links[self.url, self._token]
+            for one in (self._connection, connection):
+                if one is not None:
+                    one.close()
+            self._connection = self._keeper = None
 
     def _expire(self, connection: _Connection, now: float) -> None:
         for number, one in list(connection.pending.items()):

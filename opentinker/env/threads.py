@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -85,8 +85,7 @@ class UserThreads:
         self._idle: list[_Worker] = []
         self._left: set[_Call] = set()
         self._closed = False
-        self.abandoned_at: Sequence[tuple[str, int]] = ()
-        """Files and lines that the call which was abandoned last was executing then, the innermost last."""
+        self._busy: dict[Callable[[], Any], _Worker] = {}
         self._stopper = stopper or Stopper()
 
     def __enter__(self) -> Self:
@@ -104,6 +103,11 @@ class UserThreads:
         """Calls that nobody waits for and that have not ended yet."""
         with self._lock:
             return len(self._left)
+
+    def stack(self, function: Callable[[], Any]) -> list[tuple[str, int]]:
+        """Files and lines that a running call is executing now, the innermost last; empty if it is not running."""
+        worker = self._busy.get(function)
+        return stack_of(worker.ident) if worker is not None else []
 
     def release(self, worker: _Worker, call: _Call) -> bool:
         """A worker has ended a call; False tells it to stop."""
@@ -128,11 +132,14 @@ class UserThreads:
             worker = self._idle.pop() if self._idle else None
         worker = worker or _Worker(self)
         worker.submit(call)
+        self._busy[function] = worker
         try:
             value, error = await future
         except BaseException:
             self._abandon(worker, call)
             raise
+        finally:
+            del self._busy[function]
         if error is not None:
             raise error
         return value
@@ -143,5 +150,4 @@ class UserThreads:
             if call.ended:
                 return
             self._left.add(call)
-        self.abandoned_at = stack_of(worker.ident)
         self._stopper.stop(worker.door, call)

@@ -31,8 +31,9 @@ from opentinker.env.leader import BLOCKED
 from opentinker.errors import DeadlineError, EnvironmentFailedError, EnvironmentLoadError, InvalidRequestError
 
 START_S = 60.0
-GRACE_S = 1.0
-"""A shared worker ends late calls itself; one that did not this long after a deadline is stuck as a whole."""
+GRACE_S = 3.0
+"""A shared worker ends late calls itself; one that did not this long after a deadline is stuck as a whole. Hundreds of busy
+threads in it may hold its monitor up for a second."""
 REAP_S = 0.01
 REAP_TRIES = 1000
 

@@ -52,10 +52,7 @@ class ConversationRenderer:
         self._parts_only = not self._shows(_PROBE) and self._shows_parts()
         opens_thinking = self._text(_HELLO, True).rstrip().endswith(_THINK)
         self._thinking_prefix = tokenizer.encode(_THINK) if opens_thinking else None
-        hello = [template_content(message, self._parts_only) for message in _HELLO]
-        self._shows_tools = self._text(_HELLO, True) != self.tokenizer.render_text(
-            hello, True, [_TOOL], **self._template_kwargs
-        )
+        self._shows_tools = self._tells_of_tools()
         try:
             self.prefix_break = self._shape((("user", ""),)).broken
             """How the template changes earlier turns when a user turn follows; empty if it preserves its prefix."""
@@ -157,6 +154,15 @@ class ConversationRenderer:
             RenderingError: the template refuses the messages.
         """
         return self._text(messages, opened, tools)
+
+    def _tells_of_tools(self) -> bool:
+        """Whether the template does anything with tools. One that refuses this one does; a job without tools never meets it."""
+        hello = [template_content(message, self._parts_only) for message in _HELLO]
+        try:
+            with_tool = self.tokenizer.render_text(hello, True, [_TOOL], **self._template_kwargs)
+        except RenderingError:
+            return True
+        return with_tool != self._text(_HELLO, True)
 
     def _text(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = ()) -> str:
         if tools and not self._shows_tools:

@@ -43,8 +43,10 @@ class Conversations:
         renderer: SupervisedRenderer,
         max_tokens: int,
         base_dir: Path | None = None,
+        rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        self.rows = read_rows(source, base_dir)
+        """`rows` are given in Python instead of a file or dataset."""
+        self.rows = read_rows(source, base_dir) if rows is None else _shaped(ListTasks(rows), source.name)
         self._source, self._config, self._renderer, self._max_tokens = source, config, renderer, max_tokens
 
     def render(self, rows: Sequence[Mapping[str, Any]]) -> Rendered:
@@ -91,10 +93,17 @@ def read_rows(source: TasksConfig, base_dir: Path | None = None) -> ListTasks:
         shuffle=source.shuffle,
         base_dir=base_dir,
     )
-    there = set(rows.first(1)[0])
+    return _shaped(rows, source.name)
+
+
+def _shaped(rows: ListTasks, name: str) -> ListTasks:
+    first = rows.first(1)
+    if not first:
+        raise ConfigError(f"{name} are empty", hint="there must be at least one conversation")
+    there = set(first[0])
     if not any(there >= set(shape) for shape in SHAPES):
         raise ConfigError(
-            f"the rows of {source.name} have {', '.join(sorted(there))}: neither 'messages' nor 'prompt' and 'completion'",
+            f"the rows of {name} have {', '.join(sorted(there))}: neither 'messages' nor 'prompt' and 'completion'",
             hint="`columns` takes a key from another column, such as columns={messages: conversations}",
         )
     return rows

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,7 +55,7 @@ class SupervisedPolicy(Protocol):
 
 class SFTLoop:
     """Holds what lasts from step to step; `run` may be called again and continues. The engine gets the weights before a save
-    only: nothing is sampled meanwhile."""
+    and at the end: nothing is sampled meanwhile."""
 
     def __init__(
         self,
@@ -74,12 +74,19 @@ class SFTLoop:
         self._recorder = recorder
         self._evaluated_at: int | None = None
         self._fruitless = 0
+        self._unpublished = False
 
     @classmethod
     async def connect(
-        cls, config: SFTJobConfig, policy: SupervisedPolicy, recorder: Recorder, base_dir: Path | None = None
+        cls,
+        config: SFTJobConfig,
+        policy: SupervisedPolicy,
+        recorder: Recorder,
+        base_dir: Path | None = None,
+        rows: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     ) -> "SFTLoop":
-        """A loop on a server that runs. Files of examples are relative to `base_dir`.
+        """A loop on a server that runs. Files of examples are relative to `base_dir`; `rows` (by `train` and `held_out`) are
+        used instead of what the config names.
 
         Raises:
             ConfigError: the examples cannot be read.
@@ -89,8 +96,11 @@ class SFTLoop:
         tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
         renderer = SupervisedRenderer(ConversationRenderer(tokenizer, info["stop_token_ids"]))
         data, longest = config.data, int(info["max_model_len"])
-        train = Conversations(data.train, data, renderer, longest, base_dir)
-        held_out = None if data.held_out is None else Conversations(data.held_out, data, renderer, longest, base_dir)
+        given = rows or {}
+        train = Conversations(data.train, data, renderer, longest, base_dir, given.get("train"))
+        held_out = None
+        if data.held_out is not None:
+            held_out = Conversations(data.held_out, data, renderer, longest, base_dir, given.get("held_out"))
         return cls(config, policy, train, held_out, recorder)
 
     async def resume(self, step: int) -> None:
@@ -117,11 +127,17 @@ class SFTLoop:
                 await self.evaluate()
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
+        await self._publish()
 
     async def save(self, name: str) -> dict[str, Any]:
-        """Publish, so that the checkpoint has a version of its own and can be sampled from, and save."""
-        await self._policy.publish()
+        """Publish what is new, so that the checkpoint has a version of its own and is what is sampled from, and save."""
+        await self._publish()
         return await self._policy.save(name)
+
+    async def _publish(self) -> None:
+        if self._unpublished:
+            await self._policy.publish()
+            self._unpublished = False
 
     async def close(self) -> None:
         """Nothing is left running."""
@@ -171,6 +187,7 @@ class SFTLoop:
             minibatch = Minibatch(indices=tuple(range(len(rendered.data))), factor=1.0 / rendered.learnt)
             loss = LossConfig(name="cross_entropy")
             trained = await self._policy.train_step(rendered.data, [minibatch], loss, optimizer, publish=False)
+            self._unpublished = True
         took = time.monotonic() - started
         report = trained["minibatches"][0] if trained else {"loss": None, "grad_norm": None}
         row: Row = finite(

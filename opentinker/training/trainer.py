@@ -1,10 +1,11 @@
-"""The synchronous face of the RL loop."""
+"""The synchronous face of the driver loops."""
 
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from opentinker.algorithms.select import user_advantages
 from opentinker.algorithms.types import AdvantageFn
@@ -20,18 +21,116 @@ from opentinker.config.job import (
     RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
+    SFTJobConfig,
 )
+from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
+from opentinker.config.tasks import TasksConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.tasks import Split, TaskSource, task_source
 from opentinker.errors import ConfigError
-from opentinker.training.metrics import Row
+from opentinker.rendering.supervised import LossOn
+from opentinker.training.metrics import Row, summarize
 from opentinker.training.progress import Progress
-from opentinker.training.recorder import Recorder
+from opentinker.training.recorder import Recorder, Summarize
+from opentinker.training.report import Render, render_report
 from opentinker.training.rl import RLLoop
+from opentinker.training.run import Loop
+from opentinker.training.sft import SFTLoop
+from opentinker.training.sft_report import render_sft_report, summarize_sft
+
+L = TypeVar("L", bound=Loop)
 
 
-class RLTrainer:
+class _Trainer(ABC, Generic[L]):
+    """Runs a driver loop in the job's event loop, with a recorder and progress."""
+
+    def __init__(
+        self,
+        job: Job,
+        config: RLJobConfig | SFTJobConfig,
+        *,
+        run_dir: str | Path | None,
+        progress: bool,
+        summarize: Summarize,
+        render: Render,
+    ) -> None:
+        self.config = config
+        self._job = job
+        self._progress = progress
+        self._listener: Progress | None = None
+        folder = Path(run_dir) if run_dir else Path("runs") / job.id
+        fields = config.model_dump(mode="json")
+        self._recorder = Recorder(folder, fields, listeners=(self._heard,), summarize=summarize, render=render)
+        self._loop: L | None = None
+        self._wall_s = 0.0
+
+    def fit(self, steps: int) -> dict[str, Any]:
+        """Train for `steps` steps (more, when called again); the run's summary so far.
+
+        Ctrl-C stops after tidying up; what was recorded stays and the report is written.
+
+        Raises:
+            ServerLostError: the job's server died.
+            EpisodesFailedError: episodes keep failing.
+            ConfigError: an example cannot be trained on.
+        """
+        done = self._loop.steps_done if self._loop else 0
+        summary: dict[str, Any] = {}
+
+        async def work(policy: PolicyClient) -> None:
+            await (await self._connected(policy)).run(steps)
+
+        started = time.monotonic()
+        with self._shown(done + steps):
+            try:
+                self._job.run(work)
+            finally:
+                self._wall_s += time.monotonic() - started
+                summary = self._recorder.finish(wall_s=self._wall_s, checkpoint=None)
+        return summary
+
+    def evaluate(self) -> Row | None:
+        """Evaluate the policy on held-out data now; None if there are none."""
+
+        async def work(policy: PolicyClient) -> Row | None:
+            return await (await self._connected(policy)).evaluate()
+
+        with self._shown(self._loop.steps_done if self._loop else 0):
+            return self._job.run(work)
+
+    @abstractmethod
+    async def _connect(self, policy: PolicyClient) -> L:
+        """The loop, on a server that runs."""
+
+    async def _connected(self, policy: PolicyClient) -> L:
+        if self._loop is None:
+            self._loop = await self._connect(policy)
+        return self._loop
+
+    def _shown(self, total_steps: int) -> AbstractContextManager[Any]:
+        if not self._progress:
+            return nullcontext()
+        self._listener = Progress(self.config.default_name(), total_steps)
+        return self._listener
+
+    def _heard(self, row: Row) -> None:
+        if self._listener:
+            self._listener(row)
+
+
+def _hosted(job: Job) -> dict[str, Any]:
+    """The fields of the config of what drives an interactive job.
+
+    Raises:
+        ConfigError: the job has no trainer.
+    """
+    if not isinstance(job.config, InteractiveJobConfig):
+        raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
+    return job.config.model_dump(exclude={"kind", "seed"})
+
+
+class RLTrainer(_Trainer[RLLoop]):
     """Trains the policy of an interactive job on an environment that runs in this process.
 
     `environment` is a class, a built-in name, or `path/to/file.py:Class`. Metrics, transcripts and report.html go to `run_dir`
@@ -62,13 +161,11 @@ class RLTrainer:
 
         Raises: EnvironmentLoadError, ConfigError.
         """
-        if not isinstance(job.config, InteractiveJobConfig):
-            raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
-        self._job = job
+        hosted = _hosted(job)
         self._environment = load_environment(environment)
         name = environment if isinstance(environment, str) else environment.__name__
-        self.config = RLJobConfig(
-            **job.config.model_dump(exclude={"kind", "seed"}),
+        config = RLJobConfig(
+            **hosted,
             environment=EnvironmentConfig(name=name, args=environment_args or {}),
             algorithm=(algorithm or GRPOConfig()).model_dump(),
             sampling=sampling or SamplingConfig(),
@@ -79,60 +176,62 @@ class RLTrainer:
         given: dict[Split, TaskSource | Sequence[Any] | None] = {"train": train_tasks, "held_out": held_out_tasks}
         self._sources = {split: task_source(tasks) for split, tasks in given.items() if tasks is not None}
         self._given_advantages = None if advantages is None else user_advantages(advantages, "advantages")
-        self._progress = progress
-        self._listener: Progress | None = None
-        self._recorder = Recorder(
-            Path(run_dir) if run_dir else Path("runs") / job.id, self.config.model_dump(mode="json"), listeners=(self._heard,)
+        super().__init__(job, config, run_dir=run_dir, progress=progress, summarize=summarize, render=render_report)
+        self._rl_config = config
+
+    async def _connect(self, policy: PolicyClient) -> RLLoop:
+        return await RLLoop.connect(
+            self._rl_config,
+            self._environment,
+            policy,
+            self._recorder,
+            sources=self._sources,
+            advantages=self._given_advantages,
         )
-        self._loop: RLLoop | None = None
-        self._wall_s = 0.0
 
-    def fit(self, steps: int) -> dict[str, Any]:
-        """Train for `steps` steps (more, when called again); the run's summary so far.
 
-        Ctrl-C stops after tidying up; what was recorded stays and the report is written.
+class SFTTrainer(_Trainer[SFTLoop]):
+    """Fine-tunes the policy of an interactive job on conversations.
 
-        Raises:
-            ServerLostError: the job's server died.
-            EpisodesFailedError: episodes keep failing.
-        """
-        done = self._loop.steps_done if self._loop else 0
-        summary: dict[str, Any] = {}
+    `train` and `held_out` are rows (see docs/sft.md), or the name of a file or dataset. Metrics and report.html go to `run_dir`
+    (default: runs/<job id>).
+    """
 
-        async def work(policy: PolicyClient) -> None:
-            await (await self._connected(policy)).run(steps)
+    def __init__(
+        self,
+        job: Job,
+        train: Sequence[Mapping[str, Any]] | str | TasksConfig,
+        held_out: Sequence[Mapping[str, Any]] | str | TasksConfig | None = None,
+        *,
+        loss_on: LossOn = "assistant",
+        batch_size: int = 16,
+        optimizer: AdamParams | None = None,
+        evaluation: SFTEvaluationConfig | None = None,
+        seed: int = 0,
+        run_dir: str | Path | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Raises: ConfigError."""
+        given = {"train": train, "held_out": held_out}
+        self._rows = {
+            name: rows for name, rows in given.items() if rows is not None and not isinstance(rows, str | TasksConfig)
+        }
+        named = {name: _tasks(rows) for name, rows in given.items() if rows is not None}
+        self._sft_config = SFTJobConfig(
+            **_hosted(job),
+            data=ChatDataConfig(**named, loss_on=loss_on),
+            evaluation=evaluation or SFTEvaluationConfig(),
+            training=SFTTrainingConfig(seed=seed, batch_size=batch_size, optimizer=optimizer or AdamParams(), decay="none"),
+        )
+        super().__init__(
+            job, self._sft_config, run_dir=run_dir, progress=progress, summarize=summarize_sft, render=render_sft_report
+        )
 
-        started = time.monotonic()
-        with self._shown(done + steps):
-            try:
-                self._job.run(work)
-            finally:
-                self._wall_s += time.monotonic() - started
-                summary = self._recorder.finish(wall_s=self._wall_s, checkpoint=None)
-        return summary
+    async def _connect(self, policy: PolicyClient) -> SFTLoop:
+        return await SFTLoop.connect(self._sft_config, policy, self._recorder, rows=self._rows)
 
-    def evaluate(self) -> Row | None:
-        """Evaluate the policy on the environment's held-out tasks now; None if it has none."""
 
-        async def work(policy: PolicyClient) -> Row | None:
-            return await (await self._connected(policy)).evaluate()
-
-        with self._shown(self._loop.steps_done if self._loop else 0):
-            return self._job.run(work)
-
-    async def _connected(self, policy: PolicyClient) -> RLLoop:
-        if self._loop is None:
-            self._loop = await RLLoop.connect(
-                self.config, self._environment, policy, self._recorder, sources=self._sources, advantages=self._given_advantages
-            )
-        return self._loop
-
-    def _shown(self, total_steps: int) -> AbstractContextManager[Any]:
-        if not self._progress:
-            return nullcontext()
-        self._listener = Progress(self.config.environment.name, total_steps)
-        return self._listener
-
-    def _heard(self, row: Row) -> None:
-        if self._listener:
-            self._listener(row)
+def _tasks(rows: Sequence[Mapping[str, Any]] | str | TasksConfig) -> TasksConfig:
+    if isinstance(rows, TasksConfig):
+        return rows
+    return TasksConfig(name=rows if isinstance(rows, str) else "given rows")

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter, defaultdict
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class Collector:
 def main() -> int:
     collector = Collector()
     quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-W", "ignore"]
-    code = pytest.main([str(HERE), *quiet, "--tb=line", "-r", "f"], plugins=[collector])
+    with redirect_stdout(sys.stderr):  # only the table is the result
+        code = pytest.main([str(HERE), *quiet, "--tb=line", "-r", "f"], plugins=[collector])
     places = ["contract", "local", "process", "hosted"]
     if "--json" in sys.argv:
         print(json.dumps({name: {p: dict(c) for p, c in row.items()} for name, row in sorted(collector.outcomes.items())}))

@@ -1,4 +1,4 @@
-"""Every built-in environment plays the same episodes wherever it runs, and keeps the contract that authors are held to."""
+"""Built-in and adapted environments play the same episodes wherever they run, and keep the contract of authors."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,13 @@ ARGS: dict[str, dict[str, Any]] = {}
 """Constructor arguments of those that need some to run here, by name."""
 OPTIONS = CheckOptions(episodes=0, tasks=2, max_turns=4, timeout_s=30.0)
 STYLES = ("good", "hostile")
-names = pytest.mark.parametrize("name", sorted(BUILT_IN))
+ADAPTED = (
+    "gymnasium:FrozenLake-v1",
+    "pettingzoo:classic.tictactoe_v3",
+    "reasoning_gym:countdown",
+    "textarena:TicTacToe-v0",
+)
+names = pytest.mark.parametrize("name", [*sorted(BUILT_IN), *ADAPTED])
 
 
 @lru_cache

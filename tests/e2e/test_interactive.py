@@ -1,5 +1,6 @@
 """Jobs that are driven by the user's own process."""
 
+import json
 import os
 import signal
 import subprocess
@@ -183,3 +184,16 @@ def test_the_same_config_trains_from_the_users_process(cluster: Cluster, project
     assert (run / "report.html").is_file()
     assert cluster.client.job(run.name)["state"] == "COMPLETED"
     wait_until(lambda: slots_in_use(cluster) == 0, 20, "the job's slot is free")
+
+
+def test_rows_given_in_python_teach_before_the_rewards_do(cluster: Cluster, create_job, make_trainer, tmp_path: Path) -> None:
+    with ot.Client(cluster.url, cluster.key) as client, create_job(client) as job:
+        rows = [{"prompt": "Say something.", "completion": "aaa"}] * 4
+        optimizer = ot.AdamParams(learning_rate=1e-2)
+        taught = ot.SFTTrainer(job, rows, rows, batch_size=4, optimizer=optimizer, run_dir=tmp_path / "sft", progress=False)
+        summary = taught.fit(steps=6)
+        assert summary["loss_after"] < 0.6 * summary["loss_before"]
+        assert job.run(lambda policy: policy.state())["version"] == 1
+        make_trainer(job, Echo).fit(steps=1)
+        [first, *_] = (tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()
+        assert "aa" in json.loads(first)["messages"][-1]["content"]

@@ -83,14 +83,14 @@ class Bytes:
     stop_token_ids = (STOP,)
     preserves_prefix = True
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = (), images: Any = None) -> list[int]:
         return [ord(c) for m in messages for c in str(m["content"])] + [STOP]
 
     def parse(self, action_tokens: Sequence[int], finished: bool = False) -> Action:
         return Action("".join(chr(t) for t in action_tokens if t != STOP))
 
     def observation_delta(
-        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = ()
+        self, action_tokens: Sequence[int], observation: Sequence[Message], tools: Sequence[Tool] = (), images: Any = None
     ) -> list[int]:
         return self.render_prompt(observation)
 
@@ -124,9 +124,12 @@ class Server:
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children()
 
-    def kill_one(self) -> None:
-        if found := self.workers():
-            random.choice(found).send_signal(signal.SIGKILL)
+    def kill_one(self, workers: int) -> bool:
+        """Kill a worker, if all of them are ready."""
+        if self.stats()["workers"] < workers:
+            return False
+        random.choice(self.workers()).send_signal(signal.SIGKILL)
+        return True
 
     def stats(self) -> dict[str, Any]:
         import httpx
@@ -181,8 +184,7 @@ async def play(args: argparse.Namespace, server: Server, log: Path) -> tuple[lis
         nonlocal kills
         while True:
             await asyncio.sleep(args.kill_every)
-            server.kill_one()
-            kills += 1
+            kills += await asyncio.to_thread(server.kill_one, args.workers)
 
     killing = asyncio.create_task(killer())
     groups = await runner.run(range(args.sessions), 1, step=0)

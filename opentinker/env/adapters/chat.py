@@ -1,18 +1,17 @@
 """OpenAI's form of messages, tools and tool calls, as other libraries use it, and ours."""
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from opentinker.env.environment import Message
+from opentinker.env.parsing import tool_calls
 from opentinker.errors import EnvironmentFailedError
 from opentinker.images import Image
 
 
 def calls_of(text: str) -> list[tuple[str, dict[str, Any]]]:
     """The tool calls in a policy's text, as names and arguments; malformed ones are left out."""
-    parsed = importlib.import_module("opentinker.env.parsing").tool_calls(text)
-    return [(call.name, call.arguments) for call in parsed.calls]
+    return [(call.name, call.arguments) for call in tool_calls(text).calls]
 
 
 def dumped(value: Any) -> dict[str, Any]:

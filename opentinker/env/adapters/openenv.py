@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import importlib
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import httpx
 from opentinker.env.adapters.codecs import in_words
 from opentinker.env.adapters.common import SeededEnvironment, adapted, answer_of, require, seed_of
 from opentinker.env.environment import Action, Environment, Message, StepResult
+from opentinker.env.parsing import tool_calls
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EnvironmentFailedError, EnvironmentLoadError
 
@@ -110,7 +110,7 @@ class OpenEnvEnvironment(SeededEnvironment):
                 pass  # the server was faster
 
     async def _call_tools(self, action: Action) -> StepResult:
-        parsed = importlib.import_module("opentinker.env.parsing").tool_calls(action.text)
+        parsed = tool_calls(action.text, self.tools)
         if not parsed.calls and not parsed.errors:
             self._done = True
             return StepResult(0.0, done=True, metrics={"tool_calls": 0.0})

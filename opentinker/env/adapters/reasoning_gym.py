@@ -1,6 +1,9 @@
 """The tasks of reasoning-gym: `reasoning_gym:leg_counting`. One question, one answer, scored by the task's own function."""
 
+import ast
 import functools
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,6 +12,14 @@ from opentinker.env.adapters.common import SeededEnvironment, adapted, require, 
 from opentinker.env.environment import Action, Environment, Message, StepResult
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EnvironmentLoadError
+
+LITERALS = frozenset({"binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"})
+"""Their scorers call `eval` on the answer, to read a list. They are given one that reads literals only."""
+EXPRESSIONS = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+)
+"""Their scorers have sympy evaluate the answer."""
+_EXPRESSION = re.compile(r"(?:[\w\s+*/^(),=-]|\.(?=\d|[ \t]*(?:$|[+*/^(),=-]))){1,1000}")
 
 
 class ReasoningGymEnvironment(SeededEnvironment):
@@ -21,8 +32,6 @@ class ReasoningGymEnvironment(SeededEnvironment):
         ConfigError: an argument is wrong.
     """
 
-    # Some generators search for seconds, and some scorers evaluate what the policy wrote: that must be killable.
-    execution = "process"
     dataset: ClassVar[str]
 
     def __init__(self, system_prompt: str = "default", strict: bool = True, **options: Any) -> None:
@@ -71,10 +80,15 @@ class ReasoningGymEnvironment(SeededEnvironment):
     def _score(self, answer: str | None) -> tuple[float, bool]:
         if answer is None:
             return 0.0, False
+        if self._source() in EXPRESSIONS and not is_expression(answer):
+            return 0.0, False
         try:
             return float(self._generator.score_answer(answer=answer, entry=self._entry)), False
         except Exception:  # some scorers raise on what they cannot parse; a wrong answer is no failed environment
             return 0.0, True
+
+    def _source(self) -> str:
+        return str((self._entry.get("metadata") or {}).get("source_dataset", self.dataset))
 
     def _generate(self, seed: int) -> Any:
         options: dict[str, Any] = {"size": 1} | self._options
@@ -99,7 +113,16 @@ def environment_class(spec: str) -> type[Environment]:
     known = require("reasoning_gym", "reasoning_gym.factory").DATASETS
     if spec not in known:
         raise EnvironmentLoadError(f"reasoning_gym has no dataset '{spec}'", hint=nearest(spec, known))
-    return adapted("reasoning_gym", spec, ReasoningGymEnvironment, dataset=spec)
+    for name in LITERALS & known.keys():
+        vars(sys.modules[known[name][0].__module__])["eval"] = ast.literal_eval
+    # What the policy wrote can take for ever to evaluate; a process can be killed.
+    execution = "process" if spec in EXPRESSIONS or spec == "composite" else "thread"
+    return adapted("reasoning_gym", spec, ReasoningGymEnvironment, dataset=spec, execution=execution)
+
+
+def is_expression(answer: str) -> bool:
+    """Whether it can only be a formula: sympy evaluates it as Python, where attributes lead anywhere."""
+    return bool(_EXPRESSION.fullmatch(answer)) and "__" not in answer
 
 
 def _composed(datasets: Any) -> list[Any]:

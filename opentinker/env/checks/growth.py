@@ -20,7 +20,7 @@ WARM_UP = 0.2
 """Share of the episodes in which caches may fill."""
 LEAK_BYTES = 64.0
 """Growth of Python's memory per episode that is a leak: the smallest environment that is kept costs more."""
-NOISE_BYTES = 24 * 1024
+NOISE_BYTES = 64 * 1024
 """Growth that is no leak, however few the episodes: caches of Python's own fill for a while."""
 RESIDENT_LEAK_BYTES = 64 * 1024
 """The same for the whole process, which is a much coarser measure."""

@@ -1,12 +1,11 @@
 """Plays episodes for the checks as training would, and writes down everything that can be compared."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from opentinker.env.checks.source import location_in, method_line, stack_line
+from opentinker.env.checks.source import location_in, method_line
 from opentinker.env.environment import Action, Environment, Message, StepResult, Tool
 from opentinker.env.execution import EnvironmentSession
 from opentinker.env.threads import UserThreads
@@ -100,12 +99,11 @@ class Player:
         self, environment: type[Environment], make: Callable[[], Environment], threads: UserThreads, task: Any, timeout_s: float
     ) -> None:
         self._environment = environment
-        self._threads = threads
         self._session = EnvironmentSession(make, threads)
         self._timeout_s = timeout_s
         self._said = ""
         self.transcript = Transcript(task)
-        self.over = False
+        self.over = self.closed = False
 
     async def start(self) -> None:
         first = await self._call("reset", self._session.reset(self.transcript.task, self._timeout_s))
@@ -136,7 +134,12 @@ class Player:
             last = cast(StepResult | None, await self._call("finalize", self._session.finalize(self._timeout_s)))
             if last is not None:
                 transcript.last = {"reward": last.reward, "components": last.components}
-        self.over = True
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the environment; what is wrong with that is noted apart from the episode's own problem."""
+        transcript = self.transcript
+        self.over = self.closed = True
         problem, failure, transcript.problem, transcript.failure = transcript.problem, transcript.failure, None, ""
         await self._call("close", self._session.close(self._timeout_s))
         transcript.close_problem = transcript.problem
@@ -144,13 +147,10 @@ class Player:
 
     async def _call(self, method: str, answer: Any) -> Any:
         start = time.perf_counter()
-        self._threads.abandoned_at = ()
         try:
             return await answer
         except DeadlineError as error:
-            await asyncio.sleep(0)  # the call is abandoned, and its place noted, in the loop's next turn
-            await asyncio.sleep(0)
-            where = stack_line(self._environment, self._threads.abandoned_at) or method_line(self._environment, method)
+            where = location_in(error.detail) or method_line(self._environment, method)
             self._problem(Problem("late", method, error.detail, error.hint, where))
         except EnvironmentFailedError as error:
             kind: ProblemKind = "malformed" if error.__cause__ is None else "raised"
@@ -166,10 +166,14 @@ class Player:
 
 
 async def play(player: Player, script: Script, max_turns: int) -> Transcript:
-    """A whole episode."""
-    await player.start()
-    actions = script(player.transcript.tools)
-    while not player.over and len(player.transcript.turns) < max_turns:
-        await player.act(next(actions))
-    await player.finish()
+    """A whole episode. The environment is closed also when this is cancelled."""
+    try:
+        await player.start()
+        actions = script(player.transcript.tools)
+        while not player.over and len(player.transcript.turns) < max_turns:
+            await player.act(next(actions))
+        await player.finish()
+    finally:
+        if not player.closed:
+            await player.close()
     return player.transcript

@@ -22,6 +22,8 @@ from opentinker.errors import EnvironmentLoadError
 
 BEAT_S = 0.1
 TRIES = 20
+CLOSING_S = 5.0
+"""How long environments may take to close after Ctrl-C."""
 SLUGGISH_S = 0.5
 """An async method that keeps the loop from turning for longer is worth a warning."""
 
@@ -62,13 +64,19 @@ class _Watched:
         self._paused_at = ""
         self._error: BaseException | None = None
         self._given_up = False
+        self._ended = threading.Event()
         self._checking: asyncio.Task[Any] | None = None
 
     def run(self) -> None:
         thread = threading.Thread(target=self._work, name="opentinker-check", daemon=True)
         thread.start()
-        while thread.is_alive():
-            thread.join(BEAT_S)
+        while not self._ended.is_set():  # not `join`: interrupted by Ctrl-C, that takes the thread for one that has ended
+            try:
+                self._ended.wait(BEAT_S)
+            except KeyboardInterrupt:
+                self._cancel()
+                self._ended.wait(CLOSING_S)
+                raise
             pause = time.monotonic() - self._beat
             if pause > max(self._longest_pause_s, SLUGGISH_S):
                 where = stack_line(self._environment, stack_of(thread.ident or 0))
@@ -83,14 +91,16 @@ class _Watched:
 
     def _give_up(self, thread: threading.Thread) -> None:
         """Ends what keeps the loop from turning, and the checks with it."""
-        self._given_up = True
-        assert self._checking is not None
-        checking, loop = self._checking, self._checking.get_loop()
-        loop.call_soon_threadsafe(checking.cancel)
+        self._cancel()
         for _ in range(TRIES):
-            if thread.is_alive() and not checking.done():
+            if not self._ended.is_set() and time.monotonic() - self._beat > SLUGGISH_S:
                 raise_in_thread(thread.ident or 0)
-            thread.join(BEAT_S)
+            self._ended.wait(BEAT_S)
+
+    def _cancel(self) -> None:
+        self._given_up = True
+        if self._checking is not None:
+            self._checking.get_loop().call_soon_threadsafe(self._checking.cancel)
 
     def _loop_hangs(self) -> None:
         self._report.findings.append(
@@ -110,6 +120,8 @@ class _Watched:
         except BaseException as error:
             if not self._given_up:
                 self._error = error
+        finally:
+            self._ended.set()
 
     async def _checks(self) -> None:
         self._checking = asyncio.current_task()

@@ -1,5 +1,7 @@
 """Every broken promise is found, named, and shown with its line; an environment that keeps them all passes."""
 
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -275,7 +277,7 @@ def test_a_broken_promise_is_found_and_shown(
         ([("self.tries += 1", "time.sleep(30)")], "time.sleep"),
         ([("self.tries = 0", "threading.Event().wait(30)")], "Event().wait"),
         ([("    def step(", "    async def step("), ("self.tries += 1", "while True: pass")], "while True"),
-        ([("    def step(", "    async def step("), ("self.tries += 1", "await __import__('asyncio').sleep(30)")], "def step"),
+        ([("    def step(", "    async def step("), ("self.tries += 1", "await __import__('asyncio').sleep(30)")], "sleep(30)"),
     ],
     ids=["it spins", "it sleeps", "it waits in reset", "it blocks the event loop", "it awaits for ever"],
 )
@@ -311,10 +313,15 @@ def test_an_async_method_that_computes_for_long_is_a_warning(folder: Path) -> No
             "bytes more with each of",
             "KEPT.append",
         ),
-        ([("self.tries = 0", "self.tries = 0; KEPT.append(self)")], "memory", "bytes more with each of", ""),
+        (
+            [("self.tries = 0", "self.tries = 0; KEPT.append((self, list(range(300, 340))))")],
+            "memory",
+            "bytes more with each of",
+            "",
+        ),
         ([("self.tries = 0", "self.tries = 0; KEPT.append(os.dup(0))")], "handles", "open files", "def close"),
         (
-            [("self.tries = 0", "self.tries = 0; threading.Thread(target=time.sleep, args=(5,), daemon=True).start()")],
+            [("self.tries = 0", "self.tries = 0; threading.Thread(target=threading.end_of_test.wait).start()")],
             "handles",
             "threads",
             "def close",
@@ -323,10 +330,13 @@ def test_an_async_method_that_computes_for_long_is_a_warning(folder: Path) -> No
     ids=["memory", "instances", "files", "threads"],
 )
 def test_what_grows_with_the_episodes_is_found(
-    folder: Path, changes: list[tuple[str, str]], found_by: str, seen: str, shown: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: list[tuple[str, str]], found_by: str, seen: str, shown: str
 ) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(threading, "end_of_test", end, raising=False)
     file = written(folder, *changes)
-    report = check(file, CheckOptions(episodes=480, tasks=2, max_turns=3))
+    report = check(file, CheckOptions(episodes=240, tasks=2, max_turns=3))
+    end.set()
     finding = report.finding(found_by)
     assert finding.mark is Mark.FAILED, str(report)
     assert seen in finding.seen
@@ -360,6 +370,24 @@ def test_a_file_that_cannot_be_imported_is_shown_with_its_line(folder: Path, tex
     assert seen in finding.seen
     assert "sums.py" in finding.seen + finding.where
     assert "line 3" in finding.seen or finding.where.endswith(":2")
+
+
+def test_ctrl_c_ends_the_check_and_closes_what_was_open(folder: Path) -> None:
+    closing = ("        pass\n", f"        open({str(folder / 'closed')!r}, 'w').close()\n")
+    slow = ("self.tries = 0", "self.tries = 0; time.sleep(0.3)")
+    file = written(folder, slow, closing)
+    code = f"from opentinker.env.checks import check_environment; check_environment({f'{file}:Sums'!r})"
+    check = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    time.sleep(0.2)
+    end = time.monotonic() + 30
+    while not (folder / "closed").exists():  # the first episode is over
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    (folder / "closed").unlink()
+    check.send_signal(signal.SIGINT)
+    _, errors = check.communicate(timeout=20)
+    assert (folder / "closed").exists(), "the episode that ran was closed"
+    assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_nothing_is_left_running(folder: Path) -> None:

@@ -134,6 +134,32 @@ async def test_a_call_that_never_returns_has_a_deadline(start: Start, kind: type
     release.set()
 
 
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_a_late_call_is_shown_at_the_line_where_it_is(start: Start, kind: str) -> None:
+    class Plain(Environment):
+        def reset(self, task: Any) -> str:
+            self.wait()
+            return "late"
+
+        def wait(self) -> None:
+            time.sleep(0.3)
+
+    class Async(Environment):
+        async def reset(self, task: Any) -> str:
+            await self.wait()
+            return "late"
+
+        async def wait(self) -> None:
+            await asyncio.sleep(0.3)
+
+    environment: type[Any] = Plain if kind == "plain" else Async
+    line = environment.wait.__code__.co_firstlineno + 1
+    with pytest.raises(DeadlineError) as caught:
+        await start(environment).reset(0, 0.1)
+    assert str(caught.value).startswith(f"{environment.__name__}.reset did not return within")
+    assert str(caught.value).endswith(f" s ({__file__}:{line})")
+
+
 async def test_an_async_method_that_ignores_its_cancellation_is_left_behind(start: Start) -> None:
     released = asyncio.Event()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opentinker.env.parsing import MAX_CALLS, ToolCall, boxed, fenced_code, last_number, tagged, tool_calls
+from opentinker.env.parsing import MAX_CALLS, ToolCall, boxed, fenced_code, last_number, outside_code, tagged, tool_calls
 
 PYTHON_TOOL: dict[str, Any] = {
     "type": "function",
@@ -163,7 +163,7 @@ PIECES = [
     ),
     *('{"name": "a", "arguments": {}}', '"name" "arguments"', "\\boxed ", "\\fbox{", "```", "x", "é", "−"),
 ]
-READERS = (tool_calls, boxed, last_number, tagged, fenced_code)
+READERS = (tool_calls, boxed, last_number, tagged, fenced_code, outside_code)
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=40).map("".join) | st.text())
@@ -260,3 +260,6 @@ def test_fenced_code_gives_the_blocks_of_a_language() -> None:
     assert fenced_code(text, "python") == ["print(1)\n", ""]
     assert fenced_code(text, "json") == ["{}\n"]
     assert len(fenced_code(text)) == 3
+    assert outside_code(text, "python") == "a\n\nb\n```json\n{}\n```\n\n```python\nopen"
+    assert outside_code("a\n```\nb\n```", "python") == "a\n```\nb\n```"
+    assert outside_code("a\n```\nb\n```") == "a\n"

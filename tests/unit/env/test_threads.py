@@ -78,15 +78,27 @@ async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
         await asyncio.sleep(0.005)
 
 
-async def abandon(threads: UserThreads, function: Callable[[], object], after_s: float = 0.02) -> None:
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(threads.call(function), after_s)
+async def abandon(threads: UserThreads, function: Callable[[], object], after_s: float = 0.1) -> None:
+    """Cancel the wait for a call some time after it has begun."""
+    begun = threading.Event()
+
+    def begin() -> None:
+        begun.set()
+        function()
+
+    call = asyncio.ensure_future(threads.call(begin))
+    await until(begun.is_set)
+    await asyncio.sleep(after_s)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
 
 
 async def test_a_spinning_call_ends_soon_after_nobody_waits_for_it() -> None:
+    begun: list[int] = []
     ended: list[str] = []
 
     def spin() -> None:
+        begun.append(1)
         try:
             while True:
                 pass
@@ -95,9 +107,14 @@ async def test_a_spinning_call_ends_soon_after_nobody_waits_for_it() -> None:
 
     before = threading.active_count()
     with UserThreads() as threads:
-        await asyncio.gather(*(abandon(threads, spin) for _ in range(3)))
+        calls = [asyncio.ensure_future(threads.call(spin)) for _ in range(3)]
+        await until(lambda: len(begun) == 3)
+        await asyncio.sleep(0.05)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
         await until(lambda: threads.abandoned == 0)
-        assert set(ended) == {"tidied up"}, "one that had not begun never begins"
+        assert ended == ["tidied up"] * 3
         await until(lambda: threading.active_count() <= before)
 
 

@@ -167,6 +167,8 @@ def test_pictures_stand_where_their_placeholders_are() -> None:
     task = {"images": images, "problem": "Compare <image> with <image> please.", "answer": "1"}
     parts = content(Geo3k().reset(task))
     assert [part["type"] for part in parts] == ["image", "text", "image", "text", "image", "text", "text"]
+    assert [part["text"] for part in parts if part["type"] == "text"][:3] == ["Compare ", " with ", " please."]
+    assert parts[-1]["text"].startswith("\n")
     widths = [part["image"].pil().size[0] for part in parts if part["type"] == "image"]
     assert widths == [10, 11, 12]
 

@@ -74,7 +74,7 @@ def test_a_part_of_the_picture_comes_back_enlarged_in_a_later_turn_and_can_be_cu
     (message,) = result.observation
     text, picture = message["content"]
     assert message["role"] == "tool"
-    assert text["text"] == "Image 1: columns 10 to 110 and rows 20 to 70 of image 0, now 336 pixels wide and 168 high."
+    assert text["text"] == "Image 1: columns 10 to 110 and rows 20 to 70 of image 0, now 336 pixels wide and 168 high.\n"
     assert picture["image"].pil().size == (336, 168)
     again = environment.step(Action(call("crop", left=0, top=0, right=84, bottom=168, image=1)))
     (message,) = again.observation
@@ -144,6 +144,14 @@ def test_a_malformed_call_is_answered_by_an_error_and_the_problem_stays_open(tex
     assert said(result)[0].startswith("Error: ")
     assert len(said(result)[0]) < 600
     assert environment.step(Action(ANSWER)).metrics["exact"] == 1
+
+
+@pytest.mark.parametrize("mark", ["<image>", "<|im_end|>", "<|image_pad|>"])
+def test_an_error_does_not_repeat_marks_that_a_template_may_have(mark: str) -> None:
+    texts = [call("calculator", expression=mark), call(mark), f"<tool_call>{mark}</tool_call>", call("crop", **{mark: 1})]
+    for result in (begun().step(Action(text)) for text in texts):
+        assert mark not in said(result)[0]
+        assert said(result)[0].startswith("Error: ")
 
 
 def test_several_calls_of_one_message_are_answered_in_order() -> None:

@@ -142,7 +142,8 @@ def test_a_message_with_neither_code_nor_box_is_an_episode_without_an_answer(pla
 
 
 def test_an_answer_that_shows_code_beside_it_is_an_answer(play: Play) -> None:
-    assert play.say("```python\nprint(42)\n```\nso \\boxed{42}").reward == 1.0
+    assert play.shown("```python\nprint('\\\\boxed{%d}' % 42)\n```") == r"\boxed{42}"
+    assert play.say("```python\nprint('\\\\boxed{1}')\n```\nso \\boxed{42}").reward == 1.0
 
 
 def test_it_is_scored_by_what_a_policy_computes() -> None:

@@ -114,6 +114,7 @@ async def test_the_loss_falls_in_training_and_on_held_out_rows(unigram: Unigram,
     assert (summary["steps"], summary["tokens_trained"], summary["dropped"]) == (20, 20 * 4 * 4, 0)
     rows = loop._recorder.rows
     assert [r["step"] for r in rows if r["kind"] == "sft_evaluation"] == [0, 20]
+    assert unigram.version == 1, "what was learnt is sampled from afterwards"
     assert rows[1]["epoch"] == pytest.approx(4 / 12)
     page = (tmp_path / "run" / "report.html").read_text()
     assert "held-out loss" in page
@@ -147,7 +148,7 @@ async def test_a_checkpoint_is_published_first_so_that_it_has_a_version_of_its_o
     loop = await start(unigram, write(tmp_path), config)
     await loop.run(4)
     await loop.save("final")
-    assert unigram.calls == ["save step-000002@1", "save step-000004@2", "save final@3"]
+    assert unigram.calls == ["save step-000002@1", "save step-000004@2", "save final@2"]
 
 
 async def test_rows_that_are_too_long_are_left_out_and_counted_or_an_error(unigram: Unigram, tmp_path: Path) -> None:

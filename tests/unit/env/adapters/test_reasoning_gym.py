@@ -1,6 +1,10 @@
 """Every dataset of reasoning-gym gives tasks by seed, and its own answer earns its own full score."""
 
+import inspect
+import re
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
 from reasoning_gym.factory import DATASETS
 
 from opentinker.env.adapters.common import TRAINING_SEEDS
+from opentinker.env.adapters.reasoning_gym import EXPRESSIONS, LITERALS, is_expression
 from opentinker.env.environment import Action
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError, EnvironmentLoadError
@@ -24,37 +29,31 @@ def args_of(name: str) -> dict[str, Any]:
     return COMPOSITE if name == "composite" else {}
 
 
-def test_every_dataset_gives_a_task_and_scores_its_own_answer_in_full() -> None:
+def test_every_dataset_gives_a_task_scores_its_own_answer_in_full_and_takes_any_text() -> None:
     wrong, slow = [], []
     for name in sorted(DATASETS):
         start = time.monotonic()
-        environment = load_environment(f"reasoning_gym:{name}")(**args_of(name))
-        first: Any = environment.reset({"seed": 11})
-        answer = environment._entry["answer"]  # type: ignore[attr-defined]
-        if not first[-1]["content"] or (answer is None) != (name in UNANSWERED):
+        environment: Any = load_environment(f"reasoning_gym:{name}")(**args_of(name))
+        question = environment.reset({"seed": 11})[-1]["content"]
+        answer = environment._entry["answer"]
+        if not question or (answer is None) != (name in UNANSWERED):
             wrong.append(f"{name}: answer {answer!r:.60}")
-        result: Any = environment.step(Action(f"<answer>{answer}</answer>"))
-        if answer is not None and (result.reward != 1.0 or result.metrics["exact"] != 1.0):
-            wrong.append(f"{name}: {result.reward}")
-        if not result.done:
-            wrong.append(f"{name}: goes on")
+
+        def result(text: str, environment: Any = environment) -> Any:
+            environment._done = False
+            return environment.step(Action(text))
+
+        own = result(f"<answer>{answer}</answer>")
+        if answer is not None and (own.reward, own.metrics["exact"]) != (1.0, 1.0):
+            wrong.append(f"{name}: {own.reward} for its own answer")
+        for text in ("", "no tag", "<answer></answer>", "<answer>banana 17</answer>", "<answer>[1, 2</answer>"):
+            other = result(text)
+            if not other.done or not 0 <= other.reward <= 1:
+                wrong.append(f"{name}: {other.reward} for {text}")
         if time.monotonic() - start > SLOW_S:
             slow.append(name)
     assert wrong == []
     assert slow == []
-
-
-def test_nothing_that_a_policy_writes_makes_a_dataset_fail_or_leave_its_range() -> None:
-    wrong = []
-    for name in sorted(set(DATASETS) - {"knight_swap", "intermediate_integration"}):  # seconds each, and like others
-        environment: Any = load_environment(f"reasoning_gym:{name}")(**args_of(name))
-        environment.reset({"seed": 11})
-        for text in ("", "no tag", "<answer></answer>", "<answer>banana 17</answer>", "<answer>[1, 2</answer>"):
-            environment._done = False
-            result: Any = environment.step(Action(text))
-            if not 0 <= result.reward <= 1:
-                wrong.append(f"{name}: {text} -> {result.reward}")
-    assert wrong == []
 
 
 async def test_a_question_is_asked_and_its_answer_scored(play: Any) -> None:
@@ -121,5 +120,51 @@ def test_an_unknown_dataset_names_the_nearest() -> None:
         load_environment("reasoning_gym:leg_count")
 
 
-def test_it_runs_where_it_can_be_killed() -> None:
-    assert load_environment("reasoning_gym:countdown").execution == "process"
+def test_what_takes_for_ever_to_evaluate_runs_where_it_can_be_killed() -> None:
+    for name in ("countdown", "composite"):
+        assert load_environment(f"reasoning_gym:{name}").execution == "process"
+    assert load_environment("reasoning_gym:leg_counting").execution == "thread"
+
+
+HOSTILE = (
+    "__import__('pathlib').Path({path!r}).touch()",
+    "[__import__('pathlib').Path({path!r}).touch()]",
+    "().__class__.__base__.__subclasses__()",
+    "x.func.__globals__",
+    "Symbol .  name",
+)
+
+
+def test_no_answer_is_executed(tmp_path: Path) -> None:
+    proof = tmp_path / "executed"
+    for name in sorted(LITERALS | EXPRESSIONS):
+        environment: Any = load_environment(f"reasoning_gym:{name}")()
+        environment.reset({"seed": 11})
+        for text in HOSTILE:
+            environment._done = False
+            result = environment.step(Action(f"<answer>{text.format(path=str(proof))}</answer>"))
+            assert result.reward <= 0.05  # some give a little for any answer
+    assert not proof.exists()
+
+
+def test_every_dataset_that_evaluates_text_is_known() -> None:
+    evaluates = re.compile(r"parse_expr|sympify|(?<!literal_)(?<!\w)eval\(|exec\(")
+    own = {"basic_arithmetic", "bitwise_arithmetic", "codeio", "propositional_logic"}
+    """They evaluate what they wrote themselves."""
+    sources = {name: inspect.getsource(sys.modules[made.__module__]) for name, (made, _) in DATASETS.items()}
+    found = {name for name, source in sources.items() if any(map(evaluates.search, source.splitlines()))}
+    assert found - own == LITERALS | EXPRESSIONS
+
+
+@pytest.mark.parametrize(
+    "text", ["(3 + 4)*2", "x**3/3 + C", "2.5*x", "-x**2 + 0.5", "log(x) + C", "-5*sin(x)/3", "f = 3^2", "7."]
+)
+def test_a_formula_is_one(text: str) -> None:
+    assert is_expression(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a.b", "a. b", "a .\nb", "x.__class__", "'a'", "[1]", "1;2", "lambda: 1", "1" * 1001, "a\\b"]
+)
+def test_what_could_be_a_program_is_none(text: str) -> None:
+    assert not is_expression(text)

@@ -74,7 +74,6 @@ async def test_an_episode_that_is_cut_short_is_scored_as_it_stands(play: Any) ->
 
 @classic
 async def test_tools_are_declared_and_called(play: Any) -> None:
-    pytest.importorskip("opentinker.env.parsing")
     args = {"kind": "tool"}
     played = await play(NAME, [CALL.replace("NAME", "double"), "8"], args, row(args, 4))
     assert [tool["function"]["name"] for tool in played.tools] == ["double"]
@@ -160,7 +159,6 @@ async def test_a_talk_that_is_cut_short_is_scored_as_it_stands(play: Any) -> Non
 
 @tasksets
 async def test_a_tasks_tools_are_declared_and_called(play: Any) -> None:
-    pytest.importorskip("opentinker.env.parsing")
     name = "verifiers:toy-tools"
     played = await play(
         name, [CALL.replace("NAME", "doubler_double"), CALL.replace("NAME", "halve"), "4"], task=row({}, name=name)

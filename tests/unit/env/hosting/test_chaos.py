@@ -17,18 +17,5 @@ def test_episodes_whose_environment_fails_hangs_or_is_killed_are_replaced_once_a
     scenario = importlib.util.module_from_spec(spec)
     sys.modules["env_chaos"] = scenario
     spec.loader.exec_module(scenario)
-    small = [
-        "--sessions",
-        "60",
-        "--workers",
-        "2",
-        "--turns",
-        "3",
-        "--generation",
-        "0.3",
-        "--kill-every",
-        "0.7",
-        "--step-timeout",
-        "1",
-    ]
-    assert scenario.chaos(scenario.parser().parse_args([*small, "--hanging", "0.03"])) == [], capsys.readouterr().out
+    small = "--sessions 40 --workers 2 --turns 3 --generation 0.3 --kill-every 0.7 --step-timeout 1.5 --hanging 0.03"
+    assert scenario.chaos(scenario.parser().parse_args(small.split())) == [], capsys.readouterr().out

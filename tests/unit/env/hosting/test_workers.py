@@ -15,6 +15,7 @@ import pytest
 from hosted_environments import AsyncDoer, Doer
 from hosting_tools import alive, until
 
+from opentinker.env import worker_process
 from opentinker.env.environment import Environment
 from opentinker.env.frames import CLOSE, DONE, ERROR, OK, RESET, STEP, error_of, pack, unpack
 from opentinker.env.reference import reference_of
@@ -22,6 +23,11 @@ from opentinker.env.worker_process import WorkerProcess
 from opentinker.errors import ConfigError, DeadlineError, EnvironmentFailedError, EnvironmentLoadError
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "GRACE_S", 1.0)
 
 
 class Talker:
