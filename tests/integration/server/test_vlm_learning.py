@@ -28,7 +28,7 @@ LENGTHS = range(1, 5)
 UNIT = IMAGE_SIZE // 4
 POOL, HELD_OUT = 256, 96
 """Pictures to learn from, and others to judge by."""
-WARM_UP_STEPS, RL_STEPS, BLIND_STEPS, LEARNING_RATE = 31, 14, 8, 1e-3
+WARM_UP_STEPS, RL_STEPS, BLIND_STEPS, LEARNING_RATE = 36, 20, 8, 1e-3
 QUESTION = "How wide is the bar?"
 
 
@@ -90,7 +90,7 @@ def job(steps: int, learning_rate: float, **environment: bool) -> RLJobConfig:
             "sampling": {"max_tokens": 4},
             "rollout": {"groups_per_step": 16},
             "evaluation": {"max_tasks": HELD_OUT, "samples_per_task": 4},
-            "training": {"steps": steps, "optimizer": {"learning_rate": learning_rate}},
+            "training": {"steps": steps, "optimizer": {"learning_rate": learning_rate}, "decay": "linear"},
         },
     )
 
