@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 MAX_IMAGE_BYTES = 16 << 20
+IMAGES_FOLDER = "images"
+"""Where a run's folder has the images of its transcripts."""
 _SIGNATURES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "image/jpeg"), (b"RIFF", "image/webp"))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from opentinker.checkpoints import MANIFEST, STATE, Checkpoint, checkpoint_of, checkpoints, newest_first, parse_folder
 from opentinker.errors import ConfigError, OpenTinkerError, UnavailableError
+from opentinker.images import IMAGES_FOLDER
 
 FOLLOW_S = 5.0
 """Pause between two copies of files that grow."""
@@ -83,14 +84,14 @@ class Storage:
             shutil.rmtree(draft, ignore_errors=True)
         return True
 
-    def fetch_longer(self, folder: Path, names: Collection[str]) -> list[str]:
+    def fetch_longer(self, folder: Path, names: Collection[str] | None = None) -> list[str]:
         """Of files that are only ever appended to, bring those to a folder that are longer there than here, each whole or not
-        at all; their names. Nobody may write to them meanwhile."""
+        at all; their names. By default of all files that are there. Nobody may write to them meanwhile."""
         with self._asking():
             self._fs.invalidate_cache()
             found = self._fs.find(self._key(folder), maxdepth=1, detail=True)
         there = {str(name).rpartition("/")[2]: int(info["size"]) for name, info in found.items()}
-        longer = sorted(name for name in names if there.get(name, -1) > file_size(folder / name))
+        longer = sorted(name for name in (there if names is None else names) if there.get(name, -1) > file_size(folder / name))
         for name in longer:
             folder.mkdir(parents=True, exist_ok=True)
             draft = folder / f".{name}.{uuid.uuid4().hex[:8]}.fetched"
@@ -185,13 +186,13 @@ def all_checkpoints(root: Path, storage: Storage | None) -> list[Checkpoint]:
 
 
 class Mirror:
-    """A thread that copies the files of a run folder, but not its subfolders, to the storage as they grow."""
+    """A thread that copies the files of a run folder to the storage as they grow, and of its subfolders that of the images."""
 
     def __init__(self, storage: Storage, folder: Path, period_s: float = FOLLOW_S) -> None:
         self._storage = storage
         self._folder = folder
         self._period_s = period_s
-        self._copied: dict[str, tuple[int, int]] = {}
+        self._copied: dict[Path, tuple[int, int]] = {}
         self._away = False
         self._passing = threading.Lock()
         self._closed = threading.Event()
@@ -210,11 +211,12 @@ class Mirror:
         be copied."""
         with self._passing:
             try:
-                for path in sorted((p for p in self._folder.glob("*") if p.is_file()), key=lambda p: (file_size(p), p)):
+                found = [*self._folder.glob("*"), *self._folder.glob(f"{IMAGES_FOLDER}/*")]
+                for path in sorted((p for p in found if p.is_file()), key=lambda p: (file_size(p), p)):
                     now = path.stat()
-                    if self._copied.get(path.name) != (now.st_size, now.st_mtime_ns):
+                    if self._copied.get(path) != (now.st_size, now.st_mtime_ns):
                         self._storage.put(path)
-                        self._copied[path.name] = (now.st_size, now.st_mtime_ns)
+                        self._copied[path] = (now.st_size, now.st_mtime_ns)
             except (UnavailableError, OSError) as error:
                 if not self._away:  # said once: this very log is one of the files
                     logger.warning("event=storage_away error=%s; copying goes on when it is back", error)

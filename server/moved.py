@@ -8,6 +8,7 @@ from pathlib import Path
 
 from opentinker.checkpoints import MANIFEST, folders, parse_folder
 from opentinker.errors import OpenTinkerError
+from opentinker.images import IMAGES_FOLDER
 from opentinker.storage import Storage, open_storage
 
 APPENDED = ("config.yaml", "metrics.jsonl", "transcripts.jsonl", "driver.log")
@@ -41,14 +42,15 @@ def bring_log(storage_at: Mapping[str, str] | None, log_path: Path) -> OpenTinke
 
 
 def bring_run(storage: Storage, run_dir: Path) -> None:
-    """Bring what the job's driver will look for: its code, the files that it appends to, and the checkpoint of the newest step.
-    To be called before anything here is copied to the storage, in place of what is there.
+    """Bring what the job's driver will look for: its code, the files that it appends to, the images of its transcripts, and the
+    checkpoint of the newest step. To be called before anything here is copied to the storage, in place of what is there.
 
     Raises:
         UnavailableError: the storage does not answer.
     """
     if not (run_dir / "code").exists():
         storage.fetch_folder(run_dir / "code")
+    storage.fetch_longer(run_dir / IMAGES_FOLDER)  # which the transcripts name, and the report shows
     if brought := storage.fetch_longer(run_dir, APPENDED):
         logger.info("event=moved_here files=%r", " ".join(brought))
     root = run_dir / "checkpoints"

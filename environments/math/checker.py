@@ -144,7 +144,8 @@ class AnswerChecker:
             self._put(None, process)
             raise
         self._put(process if process.alive else None, process)
-        if verdict.status != "error":
+        # On a busy machine a right answer may run out of time: that says nothing about the next time.
+        if verdict.status not in ("error", "timeout"):
             with self._changed:
                 self._known[key] = verdict
                 if len(self._known) > _REMEMBERED:

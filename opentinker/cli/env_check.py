@@ -1,7 +1,9 @@
 """`opentinker env check`: does an environment keep its contract?"""
 
+import os
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +48,7 @@ def check(
         episodes=episodes, timeout_s=timeout, time_limit_s=time_limit, max_turns=max_turns, tasks=tasks, seed=seed
     )
     arguments = constructor_arguments(args)
-    with redirect_stdout(sys.stderr):  # what the environment prints is not the command's result
+    with _stdout_to_stderr():  # what the environment prints is not the command's result
         report = check_environment(environment_name(name), arguments, options)
     if as_json:
         print_json(report.to_json())
@@ -54,6 +56,20 @@ def check(
         _show(report)
     if not report.ok:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Of this process and of those that it starts."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _show(report: Report) -> None:

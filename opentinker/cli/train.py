@@ -20,6 +20,7 @@ from opentinker.cli.common import (
 )
 from opentinker.client.client import Client
 from opentinker.client.code import environment_file, lacking, relative_to_code
+from opentinker.client.functions import algorithm_file, check_algorithm, with_adapter_functions, with_algorithm_file
 from opentinker.client.local import find_cluster
 from opentinker.client.reach import Connect
 from opentinker.client.task_files import check_example_files, check_task_files, named, task_files
@@ -96,9 +97,14 @@ def _checked_rl(job: RLJobConfig, folder: Path) -> tuple[RLJobConfig, Path | Non
             f"the environment runs in this process, which lacks {', '.join(absent)}",
             hint="install the packages here, and set the variables; or `opentinker submit`, where the cluster provides both",
         )
-    tasks = task_files(job, *([code_dir] if code_dir else []), folder, Path())
-    check_task_files(job, tasks, checked_environment(job, code_dir))
-    return named(job, {field: str(path) for field, path in tasks.items()}), code_dir
+    folders = (*([code_dir] if code_dir else []), folder, Path())
+    tasks, function = task_files(job, *folders), algorithm_file(job, *folders)
+    environment = checked_environment(job, code_dir)
+    check_task_files(job, tasks, environment)
+    check_algorithm(job, function)
+    job = with_adapter_functions(job, environment, *folders)
+    names = {field: str(path) for field, path in {**tasks, **function}.items()}
+    return with_algorithm_file(named(job, names), names), code_dir
 
 
 def _checked_sft(job: SFTJobConfig, folder: Path) -> SFTJobConfig:

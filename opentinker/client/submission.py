@@ -6,6 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.client.code import environment_file, lacking, pack_files, pack_folder, relative_to_code
+from opentinker.client.functions import (
+    algorithm_file,
+    check_algorithm,
+    refuse_adapter_functions,
+    with_algorithm_file,
+)
 from opentinker.client.task_files import check_example_files, check_task_files, named, task_files, travelling
 from opentinker.config.base import apply_overrides, read_yaml
 from opentinker.config.job import InferenceJobConfig, JobConfig, RLJobConfig, SFTJobConfig, parse_job
@@ -27,7 +33,7 @@ class Submission:
     lacking: Sequence[str]
     """Packages and variables that the environment needs and this process does not have: the environment is not checked here."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """What travels if no folder does: files of tasks or examples, by their names there."""
+    """What travels if no folder does: files of tasks, examples or the algorithm's function, by their names there."""
 
     def fields(self) -> dict[str, Any]:
         return self.config.model_dump(mode="json")
@@ -36,7 +42,7 @@ class Submission:
         """A zip of the folder or files. Raises: ConfigError when it is too large."""
         if self.folder is not None:
             return pack_folder(self.folder)
-        return pack_files(self.files, what="the files of tasks or examples together") if self.files else None
+        return pack_files(self.files, what="the files that travel with the job, together") if self.files else None
 
 
 def read_job(source: JobSource, overrides: Sequence[str] = ()) -> JobConfig:
@@ -52,8 +58,8 @@ def read_job(source: JobSource, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
-    """What to send for a job. An environment's file is looked for beside the YAML file or else in the current folder, and is
-    imported here unless this process lacks what it needs.
+    """What to send for a job. The files of its environment and its algorithm's function are looked for beside the YAML file or
+    else in the current folder, and are imported here unless this process lacks what the environment needs.
 
     Raises:
         ConfigError: the config or the environment is wrong, or the job lives as long as its client.
@@ -76,13 +82,19 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
     folder = file.parent if file else None
     if file is not None:
         job = relative_to_code(job, file)
-    tasks = task_files(job, *([folder] if folder else []), beside, Path())
-    names = travelling(tasks, folder)
-    job = named(job, names)
+    refuse_adapter_functions(job)
+    folders = (*([folder] if folder else []), beside, Path())
+    tasks, function = task_files(job, *folders), algorithm_file(job, *folders)
+    files = {**tasks, **function}
+    names = travelling(files, folder)
+    job = with_algorithm_file(named(job, names), names)
     absent = lacking(job, file)
     if not absent:
-        check_task_files(job, tasks, checked_environment(job, folder))
-    return Submission(job, folder, absent, {names[key]: tasks[key] for key in names})
+        environment = checked_environment(job, folder)
+        refuse_adapter_functions(job, environment)
+        check_task_files(job, tasks, environment)
+        check_algorithm(job, function)
+    return Submission(job, folder, absent, {names[key]: files[key] for key in names})
 
 
 def _instead(job: JobConfig) -> str:

@@ -24,13 +24,22 @@ def task_files(config: JobConfig, *folders: Path) -> dict[str, Path]:
     for field, tasks in _given(config).items():
         if Path(tasks.name).suffix not in SUFFIXES:
             continue
-        candidates = [folder / Path(tasks.name).expanduser() for folder in folders]
-        file = next((c.resolve() for c in candidates if c.is_file()), None)
-        if file is None:
-            looked = " and ".join(str(f) for f in dict.fromkeys(c.parent.resolve() for c in candidates))
-            raise ConfigError(f"{field}: there is no file {tasks.name}", hint=f"looked in {looked}")
-        found[field] = file
+        found[field] = found_file(field, tasks.name, *folders)
     return found
+
+
+def found_file(field: str, name: str, *folders: Path) -> Path:
+    """The file that a field of the config names, from the first folder that has it.
+
+    Raises:
+        ConfigError: no folder has the file.
+    """
+    candidates = [folder / Path(name).expanduser() for folder in folders]
+    file = next((c.resolve() for c in candidates if c.is_file()), None)
+    if file is None:
+        looked = " and ".join(str(f) for f in dict.fromkeys(c.parent.resolve() for c in candidates))
+        raise ConfigError(f"{field}: there is no file {name}", hint=f"looked in {looked}")
+    return file
 
 
 def named(config: C, names: Mapping[str, str]) -> C:

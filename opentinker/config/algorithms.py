@@ -223,7 +223,8 @@ class CustomConfig(PolicyGradient):
 
     kind: Literal["custom"] = "custom"
     function: str
-    """`path/to/file.py:function`, beside the environment's file. It is given the groups of a step, a list of episodes each, an
+    """`path/to/file.py:function`, beside the YAML file or the environment's. A submitted job takes it in the folder of the
+    environment's file, or as this one file if there is none. It is given the groups of a step, a list of episodes each, an
     episode as float32[turns] of its rewards per turn; it returns advantages in the same shape."""
 
 

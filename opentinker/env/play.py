@@ -1,6 +1,7 @@
 """A person plays an episode: what the environment shows and answers, in the order in which a policy would see it."""
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from opentinker.env.environment import Action, Environment, Message, StepResult
-from opentinker.env.execution import EnvironmentSession
+from opentinker.env.processes import SessionFactory
 from opentinker.env.tasks import Split
 from opentinker.env.threads import UserThreads
 from opentinker.errors import ConfigError, EnvironmentFailedError
@@ -38,9 +39,11 @@ class Totals:
 
 
 class Game:
-    """One episode, played with blocking calls. A context manager: leaving it closes the environment.
+    """One episode, played with blocking calls, in a thread or a process as the class declares. A context manager: leaving it
+    closes the environment.
 
     Raises:
+        ConfigError: a class that wants processes cannot be loaded in one.
         EnvironmentFailedError: from every call, what the environment raised or got wrong.
         DeadlineError: from every call, it took longer than a minute.
     """
@@ -50,7 +53,8 @@ class Game:
         self._args = args
         self._runner = asyncio.Runner()
         self._threads = UserThreads()
-        self._session = EnvironmentSession(lambda: environment(**args), self._threads)
+        self._sessions = SessionFactory(functools.partial(environment, **args))
+        self._session = self._sessions.session(self._threads)
         self.totals = Totals()
         self.tools: Sequence[Mapping[str, Any]] = ()
 
@@ -60,7 +64,7 @@ class Game:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self._run(lambda: self._session.close(CLOSE_TIMEOUT_S))
+            self._run(self._closed)
         finally:
             self._threads.__exit__(kind, error, trace)
             self._runner.close()
@@ -99,6 +103,12 @@ class Game:
         result: StepResult = self._run(lambda: self._session.finalize(TIMEOUT_S))
         self.totals.add(result, 0)
         return result
+
+    async def _closed(self) -> None:
+        try:
+            await self._session.close(CLOSE_TIMEOUT_S)
+        finally:
+            await self._sessions.close()
 
     def _run(self, start: Callable[[], Any]) -> Any:
         async def awaited() -> Any:

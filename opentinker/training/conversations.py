@@ -9,9 +9,10 @@ from typing import Any
 from opentinker.client.messages import Datum
 from opentinker.config.sft import ChatDataConfig
 from opentinker.config.tasks import TasksConfig
-from opentinker.env.datasets import load_tasks
+from opentinker.env.datasets import SUFFIXES, load_tasks
 from opentinker.env.environment import Message, Tool
 from opentinker.env.tasks import ListTasks
+from opentinker.env.written import with_calls
 from opentinker.errors import ConfigError, RenderingError
 from opentinker.rendering.supervised import SupervisedRenderer
 
@@ -33,7 +34,7 @@ class Conversations:
     """The rows of a file or dataset, rendered when they are needed.
 
     Raises:
-        ConfigError: the rows cannot be read, or have neither `messages` nor `prompt` and `completion`.
+        ConfigError: see `read_rows`.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Conversations:
         rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """`rows` are given in Python instead of a file or dataset."""
-        self.rows = read_rows(source, base_dir) if rows is None else _shaped(ListTasks(rows), source.name)
+        self.rows = read_rows(source, base_dir) if rows is None else _shaped(ListTasks(rows), source.name, every=True)
         self._source, self._config, self._renderer, self._max_tokens = source, config, renderer, max_tokens
 
     def render(self, rows: Sequence[Mapping[str, Any]]) -> Rendered:
@@ -61,8 +62,7 @@ class Conversations:
                 messages, prompt, tools = conversation(row)
                 sequences = self._renderer.render(messages, loss_on=self._config.loss_on, tools=tools, prompt=prompt)
             except (RenderingError, ValueError) as error:
-                text = json.dumps(row, default=str, ensure_ascii=False)[:200]
-                raise ConfigError(f"a row of {self._source.name} cannot be trained on: {error}; it is {text}") from error
+                raise _unfit("a row", self._source.name, row, error) from error
             longest = max(len(s.tokens) for s in sequences)
             if longest > self._max_tokens:
                 if self._config.overlong == "error":
@@ -79,10 +79,10 @@ class Conversations:
 
 
 def read_rows(source: TasksConfig, base_dir: Path | None = None) -> ListTasks:
-    """The rows of a chat dataset.
+    """The rows of a chat dataset. Those of a file are all looked at; of a dataset, which may be large, the first one.
 
     Raises:
-        ConfigError: they cannot be read, or have neither shape.
+        ConfigError: they cannot be read, have neither `messages` nor `prompt` and `completion`, or one is no conversation.
     """
     rows = load_tasks(
         source.name,
@@ -93,10 +93,10 @@ def read_rows(source: TasksConfig, base_dir: Path | None = None) -> ListTasks:
         shuffle=source.shuffle,
         base_dir=base_dir,
     )
-    return _shaped(rows, source.name)
+    return _shaped(rows, source.name, every=Path(source.name).suffix in SUFFIXES)
 
 
-def _shaped(rows: ListTasks, name: str) -> ListTasks:
+def _shaped(rows: ListTasks, name: str, *, every: bool) -> ListTasks:
     first = rows.first(1)
     if not first:
         raise ConfigError(f"{name} are empty", hint="there must be at least one conversation")
@@ -106,21 +106,35 @@ def _shaped(rows: ListTasks, name: str) -> ListTasks:
             f"the rows of {name} have {', '.join(sorted(there))}: neither 'messages' nor 'prompt' and 'completion'",
             hint="`columns` takes a key from another column, such as columns={messages: conversations}",
         )
+    for number, row in enumerate(rows.first(rows.size or 1) if every else first, 1):
+        try:
+            conversation(row)
+        except ValueError as error:
+            raise _unfit(f"row {number}", name, row, error) from error
     return rows
 
 
+def _unfit(which: str, name: str, row: Any, error: Exception) -> ConfigError:
+    text = json.dumps(row, default=str, ensure_ascii=False)[:200]
+    return ConfigError(f"{which} of {name} cannot be trained on: {error}; it is {text}")
+
+
 def conversation(row: Mapping[str, Any]) -> tuple[list[Message], int, list[Tool]]:
-    """(messages, how many of them are the prompt, tools) of a row.
+    """(messages, how many of them are the prompt, tools) of a row. Tool calls are written out into the text of their message.
 
     Raises:
-        ValueError: something is not what it should be.
+        ValueError: something is not what it should be, or no assistant says anything.
     """
     tools = row.get("tools") or []
     tools = json.loads(tools) if isinstance(tools, str) else list(tools)
     if row.get("messages") is not None:
-        return _messages(row["messages"], "messages", "user"), 0, tools
-    prompt = _messages(row["prompt"], "prompt", "user")
-    return [*prompt, *_messages(row["completion"], "completion", "assistant")], len(prompt), tools
+        messages, prompt = _messages(row["messages"], "messages", "user"), 0
+    else:
+        asked = _messages(row.get("prompt"), "prompt", "user")
+        messages, prompt = [*asked, *_messages(row.get("completion"), "completion", "assistant")], len(asked)
+    if not any(message["role"] == "assistant" for message in messages[prompt:]):
+        raise ValueError("the conversation has no assistant turn to learn: its messages need role 'assistant'")
+    return messages, prompt, tools
 
 
 def _messages(value: Any, what: str, role: str) -> list[Message]:
@@ -128,16 +142,18 @@ def _messages(value: Any, what: str, role: str) -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or not value:
         raise ValueError(f"{what} is empty or neither a text nor a list of messages")
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{what} holds {message!r}, which is no message: it needs 'role' and 'content'")
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"{what} holds a message whose content is not a text: {message!r}"[:200])
-    return [_clean(message) for message in value]
+    return [_message(message, what) for message in value]
 
 
-def _clean(message: Mapping[str, Any]) -> Message:
-    clean: Message = {"role": message["role"], "content": message["content"]}
+def _message(message: Any, what: str) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{what} holds {message!r}, which is no message: it needs 'role' and 'content'")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is None and calls:
+        content = ""  # as OpenAI writes a turn that does nothing but call
+    if not isinstance(content, str):
+        raise ValueError(f"{what} holds a message whose content is not a text: {message!r}"[:200])
+    result: Message = {"role": message["role"], "content": with_calls(content, calls) if calls else content}
     if message.get("reasoning_content"):
-        clean["reasoning_content"] = message["reasoning_content"]
-    return clean
+        result["reasoning_content"] = message["reasoning_content"]
+    return result

@@ -17,6 +17,8 @@ Render = Callable[..., str]
 
 MESSAGES_SHOWN = 4
 PAIRS_SHOWN = 6
+TASK_CHARACTERS = 200
+"""Of a task in the heading of its transcript."""
 IMAGE_BYTES = 1 << 20
 """Larger images are named and not shown, so that the page stays light."""
 
@@ -186,6 +188,10 @@ def _task(row: Row) -> str:
     return json.dumps(row["task"], sort_keys=True, default=str)
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= TASK_CHARACTERS else f"{text[:TASK_CHARACTERS]} …"
+
+
 def _talk(row: Row, when: str, folder: Path | None) -> str:
     messages = [
         f'<div class="msg {escape(m["role"])}"><small>{escape(m["role"])}</small>{_content(m["content"], folder)}</div>'
@@ -197,7 +203,7 @@ def _talk(row: Row, when: str, folder: Path | None) -> str:
         f" · {escape(row['error'])}" if row["error"] else ""
     )
     return (
-        f'<div class="talk"><h3>{when}: step {row["step"]}, task {escape(_task(row))}</h3>{earlier}{"".join(shown)}'
+        f'<div class="talk"><h3>{when}: step {row["step"]}, task {escape(_shortened(_task(row)))}</h3>{earlier}{"".join(shown)}'
         f'<div class="meta">{outcome}</div></div>'
     )
 

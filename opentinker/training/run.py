@@ -167,8 +167,13 @@ def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[
         ConfigError: the arguments do not fit.
     """
     environment = load_environment(job.environment.name, base_dir=base_dir)
+    check_arguments(environment, job.environment.args)
+    return environment
+
+
+def check_arguments(environment: type[Environment], args: Mapping[str, Any]) -> None:
+    """Raises: ConfigError when the environment's constructor does not take them."""
     try:
-        inspect.signature(environment).bind(**job.environment.args)
+        inspect.signature(environment).bind(**args)
     except TypeError as error:
         raise ConfigError(f"environment.args: {environment.__name__} does not take them: {error}") from error
-    return environment

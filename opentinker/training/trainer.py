@@ -35,7 +35,7 @@ from opentinker.training.progress import Progress
 from opentinker.training.recorder import Recorder, Summarize
 from opentinker.training.report import Render, render_report
 from opentinker.training.rl import RLLoop
-from opentinker.training.run import Loop
+from opentinker.training.run import Loop, check_arguments
 from opentinker.training.sft import SFTLoop
 from opentinker.training.sft_report import render_sft_report, summarize_sft
 
@@ -163,6 +163,7 @@ class RLTrainer(_Trainer[RLLoop]):
         """
         hosted = _hosted(job)
         self._environment = load_environment(environment)
+        check_arguments(self._environment, environment_args or {})
         name = environment if isinstance(environment, str) else environment.__name__
         config = RLJobConfig(
             **hosted,

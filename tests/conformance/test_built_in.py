@@ -13,6 +13,7 @@ from opentinker.env.checks.playing import Player, Transcript, difference, play
 from opentinker.env.checks.subject import Subject
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
+from opentinker.env.processes import SessionFactory
 from opentinker.env.threads import UserThreads
 from opentinker.environments.registry import BUILT_IN
 from opentinker.errors import ConfigError, EnvironmentLoadError
@@ -47,7 +48,8 @@ def loaded(name: str) -> type[Environment]:
 async def subject_of(name: str, threads: UserThreads) -> Subject:
     """Tasks and actions; both are determined by the options."""
     environment = loaded(name)
-    subject = Subject(environment, ARGS.get(name, {}), OPTIONS, threads)
+    args = ARGS.get(name, {})
+    subject = Subject(environment, args, OPTIONS, threads, SessionFactory(lambda: environment(**args)))
     subject.tasks = await asyncio.to_thread(
         lambda: environment.task_source("train", subject.args).draw(OPTIONS.seed, 0, OPTIONS.tasks)
     )
@@ -59,8 +61,7 @@ async def played(subject: Subject, make: MakeSession, name: str) -> list[Transcr
     transcripts = []
     for index, task in enumerate(subject.tasks):
         for style in STYLES:
-            player = Player(subject.environment, subject.make, subject.threads, task, OPTIONS.timeout_s)
-            player._session = make(name, **subject.args)
+            player = Player(subject.environment, make(name, **subject.args), task, OPTIONS.timeout_s)
             transcripts.append(await play(player, subject.script(index, style), OPTIONS.max_turns))
     return transcripts
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from opentinker.env.environment import Message
 from opentinker.env.parsing import tool_calls
+from opentinker.env.written import with_calls
 from opentinker.errors import EnvironmentFailedError
 from opentinker.images import Image
 
@@ -31,15 +32,17 @@ def message_of(message: Mapping[str, Any]) -> Message:
     """A message for the policy; tool calls of earlier turns are written out.
 
     Raises:
-        EnvironmentFailedError: it has a part that is neither text nor image.
+        EnvironmentFailedError: it has a part that is neither text nor image, or a malformed tool call.
     """
     content: Any = message.get("content") or ""
     if not isinstance(content, str):
         content = [_part(part) for part in content]
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    calls = message.get("tool_calls")
     if calls and isinstance(content, str):
-        written = [f'<tool_call>\n{{"name": "{c["name"]}", "arguments": {c["arguments"]}}}\n</tool_call>' for c in calls]
-        content = "\n".join([part for part in (content,) if part and "<tool_call>" not in part] + written)
+        try:
+            content = with_calls(content, calls)
+        except ValueError as error:
+            raise EnvironmentFailedError(str(error)) from error
     result: Message = {"role": str(message.get("role")), "content": content}
     if message.get("reasoning_content"):
         result["reasoning_content"] = str(message["reasoning_content"])

@@ -166,7 +166,9 @@ def _close(transcripts: Sequence[Transcript]) -> Finding:
 
 def _deadlines(subject: Subject, transcripts: Sequence[Transcript]) -> Finding:
     if late := _problems(transcripts, "late"):
-        mend = "give everything that it waits for a deadline of its own; execution = 'process' lets a call be killed"
+        mend = "give everything that it waits for a deadline of its own"
+        if not subject.elsewhere:
+            mend += "; execution = 'process' lets a call be killed"
         return _first("deadlines", late, mend)
     slowest = {
         method: max(chain.from_iterable(t.seconds.get(method, ()) for t in transcripts), default=0.0)

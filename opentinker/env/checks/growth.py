@@ -50,6 +50,9 @@ class Look:
 async def check_growth(subject: Subject) -> tuple[list[Finding], dict[str, float]]:
     """Plays many short episodes. Findings, and the figures they rest on."""
     options = subject.options
+    if subject.elsewhere:
+        why = f"episodes run {subject.elsewhere}: this process says nothing about what they hold"
+        return [Finding(check, Mark.SKIPPED, why) for check in ("memory", "handles")], {}
     if options.episodes < 2 * LOOKS:
         return [Finding("memory", Mark.SKIPPED, f"it takes at least {2 * LOOKS} episodes to see growth")], {}
     end = time.monotonic() + options.time_limit_s

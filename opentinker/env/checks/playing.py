@@ -7,8 +7,7 @@ from typing import Any, Literal, cast
 
 from opentinker.env.checks.source import location_in, method_line
 from opentinker.env.environment import Action, Environment, Message, StepResult, Tool
-from opentinker.env.execution import EnvironmentSession
-from opentinker.env.threads import UserThreads
+from opentinker.env.processes import Session
 from opentinker.errors import DeadlineError, EnvironmentFailedError
 
 ProblemKind = Literal["raised", "malformed", "late"]
@@ -95,11 +94,9 @@ def _plain_content(content: Any) -> Any:
 class Player:
     """One episode, turn by turn; a problem ends it."""
 
-    def __init__(
-        self, environment: type[Environment], make: Callable[[], Environment], threads: UserThreads, task: Any, timeout_s: float
-    ) -> None:
+    def __init__(self, environment: type[Environment], session: Session, task: Any, timeout_s: float) -> None:
         self._environment = environment
-        self._session = EnvironmentSession(make, threads)
+        self._session = session
         self._timeout_s = timeout_s
         self._said = ""
         self.transcript = Transcript(task)
@@ -153,7 +150,7 @@ class Player:
             where = location_in(error.detail) or method_line(self._environment, method)
             self._problem(Problem("late", method, error.detail, error.hint, where))
         except EnvironmentFailedError as error:
-            kind: ProblemKind = "malformed" if error.__cause__ is None else "raised"
+            kind: ProblemKind = "raised" if error.__cause__ is not None or _raised_elsewhere(error) else "malformed"
             where = location_in(error.detail) or method_line(self._environment, method)
             self._problem(Problem(kind, method, error.detail, error.hint, where, shortened(repr(self._said))))
         finally:
@@ -163,6 +160,12 @@ class Player:
         self.transcript.problem = problem
         self.transcript.failure = problem.detail
         self.over = True
+
+
+def _raised_elsewhere(error: EnvironmentFailedError) -> bool:
+    """An error that comes from another process has its text alone."""
+    what = error.detail.partition(":")[0]
+    return " raised " in what or what == "the session was lost"
 
 
 async def play(player: Player, script: Script, max_turns: int) -> Transcript:

@@ -90,6 +90,8 @@ async def _in_parallel(subject: Subject, style: str) -> list[Transcript]:
 
 async def _single_use(subject: Subject) -> Finding:
     """What an instance does when it is used after its episode. It may refuse; it must not hang."""
+    if subject.sessions.processes is not None:
+        return Finding("single use", Mark.SKIPPED, "episodes run in processes of their own, which let nobody use one again")
     kept: list[Environment] = []
 
     def make() -> Environment:

@@ -1,6 +1,7 @@
 """Runs all checks on an environment, in a thread of its own that is watched from outside: even an event loop may hang."""
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Mapping
@@ -16,9 +17,10 @@ from opentinker.env.checks.subject import STYLES, CheckOptions, Subject
 from opentinker.env.checks.tasks import check_tasks
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
+from opentinker.env.processes import SessionFactory
 from opentinker.env.stopping import raise_in_thread, stack_of
 from opentinker.env.threads import UserThreads
-from opentinker.errors import EnvironmentLoadError
+from opentinker.errors import ConfigError, EnvironmentLoadError
 
 BEAT_S = 0.1
 TRIES = 20
@@ -125,12 +127,18 @@ class _Watched:
 
     async def _checks(self) -> None:
         self._checking = asyncio.current_task()
+        try:
+            sessions = SessionFactory(functools.partial(self._environment, **self._args))
+        except ConfigError as error:
+            self._report.findings.append(Finding("processes", Mark.FAILED, error.detail, error.hint))
+            return
         heart = asyncio.ensure_future(self._heart())
         try:
             with UserThreads() as threads:
-                await self._all(Subject(self._environment, self._args, self._options, threads))
+                await self._all(Subject(self._environment, self._args, self._options, threads, sessions))
         finally:
             heart.cancel()
+            await sessions.close()
 
     async def _heart(self) -> None:
         while True:

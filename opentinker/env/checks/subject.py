@@ -9,6 +9,9 @@ from typing import Any
 from opentinker.env.checks.actions import ActionScripts
 from opentinker.env.checks.playing import Player, Script, Transcript, play
 from opentinker.env.environment import Environment
+from opentinker.env.execution import EnvironmentSession
+from opentinker.env.processes import SessionFactory
+from opentinker.env.remote import RemoteEnvironment
 from opentinker.env.threads import UserThreads
 
 
@@ -38,6 +41,8 @@ class Subject:
     args: Mapping[str, Any]
     options: CheckOptions
     threads: UserThreads
+    sessions: SessionFactory
+    """As in training: an episode runs in a thread or in a process, as the class declares."""
     tasks: list[Any] = field(default_factory=list)
     suggestions: list[list[str]] = field(default_factory=list)
     """What the environment's author would say, per task."""
@@ -53,9 +58,17 @@ class Subject:
     def make(self) -> Environment:
         return self.environment(**self.args)
 
+    @property
+    def elsewhere(self) -> str:
+        """Where the environment's instances are, in words, if that is not this process."""
+        if issubclass(self.environment, RemoteEnvironment):
+            return "on a server"
+        return "in processes of their own" if self.sessions.processes is not None else ""
+
     def player(self, task: Any, make: Callable[[], Environment] | None = None) -> Player:
-        """An episode with a fresh instance, which `make` may hold back."""
-        return Player(self.environment, make or self.make, self.threads, task, self.options.timeout_s)
+        """An episode with a fresh instance, which `make` may hold back; then it runs in a thread."""
+        session = self.sessions.session(self.threads) if make is None else EnvironmentSession(make, self.threads)
+        return Player(self.environment, session, task, self.options.timeout_s)
 
     def script(self, index: int, style: str) -> Script:
         """The actions of a style ('good', 'plausible', 'hostile') for the task with this index; the same each time."""

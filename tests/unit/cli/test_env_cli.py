@@ -166,3 +166,13 @@ def test_the_episode_is_cut_after_max_turns(folder: Path) -> None:
     (folder / "actions").write_text("a\nb\nc\n")
     shown = run("play", "pictures.py", "--args", "turns=9", "--actions", "actions", "--max-turns", "2").stdout
     assert "not finished after 2 turns" in shown
+
+
+def test_what_a_process_prints_is_not_the_result_of_a_check(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = PICTURES.replace("    def __init__", "    execution = 'process'\n\n    def __init__")
+    (folder / "pictures.py").write_text(text)
+    result = run("check", "pictures.py", "--tasks", "1", "--episodes", "0", "--json")
+    assert json.loads(result.stdout)["ok"]
+    printed, noise = capfd.readouterr()
+    assert "noise on stdout" not in printed
+    assert "noise on stdout" in noise

@@ -5,13 +5,24 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+import opentinker as ot
+from opentinker.env import play as play_module
 from opentinker.env.checks import CheckOptions, Mark, Report, check_environment
-from opentinker.env.checks.growth import slope
+from opentinker.env.checks.growth import check_growth, slope
+from opentinker.env.checks.playing import Player, play
+from opentinker.env.checks.subject import Subject
 from opentinker.env.checks.tools import tool_problems
+from opentinker.env.load import load_environment
+from opentinker.env.processes import SessionFactory
+from opentinker.env.threads import UserThreads
+from opentinker.errors import DeadlineError
 
 QUICK = CheckOptions(episodes=0, timeout_s=5.0, tasks=3, max_turns=6)
 
@@ -388,6 +399,87 @@ def test_ctrl_c_ends_the_check_and_closes_what_was_open(folder: Path) -> None:
     _, errors = check.communicate(timeout=20)
     assert (folder / "closed").exists(), "the episode that ran was closed"
     assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+IN_PROCESSES = ("    tools = (CALCULATOR,)", '    tools = (CALCULATOR,)\n    execution = "process"')
+HOLDS_THE_LOCK = ("self.tries += 1", "self.tries += len(__import__('re').findall('(a+)+$', 'a' * 40 + 'b'))")
+
+
+def test_episodes_of_a_class_that_wants_processes_are_played_in_them(folder: Path) -> None:
+    report = check(written(folder, IN_PROCESSES), CheckOptions(episodes=100, timeout_s=20.0, tasks=2, max_turns=6))
+    assert report.ok, str(report)
+    for skipped in ("memory", "handles", "single use"):
+        assert report.finding(skipped).mark is Mark.SKIPPED
+        assert "in processes of their own" in report.finding(skipped).seen
+    assert report.finding("determinism").mark is Mark.OK
+    assert report.finding("isolation").mark is Mark.OK
+
+
+def test_a_step_that_holds_pythons_lock_is_killed_and_found(folder: Path) -> None:
+    report = check(written(folder, IN_PROCESSES, HOLDS_THE_LOCK), CheckOptions(episodes=0, timeout_s=1.0, tasks=1))
+    assert report.finding("deadlines").mark is Mark.FAILED, str(report)
+    assert "step did not return within 1 s" in report.finding("deadlines").seen
+
+
+def test_a_step_that_raises_in_another_process_is_still_the_actions_fault(folder: Path) -> None:
+    file = written(folder, IN_PROCESSES, ("self.tries += 1", "raise ValueError('mine')"))
+    report = check(file, CheckOptions(episodes=0, timeout_s=20.0, tasks=1))
+    assert report.finding("actions").seen.startswith("Sums.step raised ValueError: mine"), str(report)
+    assert report.finding("actions").where.startswith(str(file))
+    assert report.finding("observations").mark is Mark.OK
+
+
+async def test_a_step_that_ends_its_process_is_told_from_a_malformed_answer(folder: Path) -> None:
+    environment = load_environment(f"{written(folder, IN_PROCESSES, ('self.tries += 1', 'os._exit(3)'))}:Sums")
+    sessions = SessionFactory(environment)
+    with UserThreads() as threads:
+        player = Player(environment, sessions.session(threads), {"a": 1, "b": 2}, 20.0)
+        transcript = await play(player, lambda tools: repeat(ot.Action("3")), 2)
+    await sessions.close()
+    assert transcript.problem is not None
+    assert (transcript.problem.kind, transcript.problem.method) == ("raised", "step")
+    assert "exited with code 3" in transcript.problem.detail
+
+
+async def test_what_a_server_holds_is_not_looked_for_here() -> None:
+    environment = load_environment("http://127.0.0.1:9")
+    with UserThreads() as threads:
+        findings, figures = await check_growth(Subject(environment, {}, QUICK, threads, SessionFactory(environment)))
+    assert {(f.check, f.mark) for f in findings} == {("memory", Mark.SKIPPED), ("handles", Mark.SKIPPED)}
+    assert all("on a server" in f.seen for f in findings)
+    assert figures == {}
+
+
+def test_a_class_that_no_process_can_load_is_found() -> None:
+    class Local(ot.Environment):
+        execution = "process"
+
+        def reset(self, task: Any) -> str:
+            return "?"
+
+        def step(self, action: ot.Action) -> ot.StepResult:
+            return ot.StepResult(done=True)
+
+    report = check_environment(Local, options=QUICK)
+    assert not report.ok
+    assert "defined inside a function" in report.finding("processes").seen
+
+
+def test_a_person_who_plays_is_not_kept_by_a_step_that_holds_pythons_lock(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = load_environment(f"{written(folder, IN_PROCESSES, HOLDS_THE_LOCK)}:Sums")
+    with play_module.Game(environment, {}) as game:
+        [message] = game.reset(game.task("train", 0))
+        assert "= ?" in str(message["content"])
+        assert game.tools
+        processes = game._sessions.processes
+        assert processes is not None
+        [pid] = processes.pids
+        monkeypatch.setattr(play_module, "TIMEOUT_S", 1.0)
+        with pytest.raises(DeadlineError, match="step did not return"):
+            game.step("1")
+    assert not psutil.pid_exists(pid)
 
 
 def test_nothing_is_left_running(folder: Path) -> None:

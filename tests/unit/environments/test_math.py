@@ -211,6 +211,23 @@ def test_a_hostile_answer_costs_its_deadline_and_the_next_is_judged_right(checke
     assert checker.check(r"\frac{1}{2}", f"\\frac{{{len(answer)}}}{{{2 * len(answer)}}}").status == "right"
 
 
+def test_an_answer_that_ran_out_of_time_once_is_judged_again(checker: AnswerChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Busy:
+        alive = True
+
+        def check(self, gold: str, answer: str, timeout_s: float) -> Verdict:
+            asked.append(answer)
+            return Verdict("timeout" if len(asked) == 1 else "right")
+
+    monkeypatch.setattr(checker, "_take", Busy)
+    monkeypatch.setattr(checker, "_put", lambda usable, taken: None)
+    seen = [checker.check("7/9", "14/18").status for _ in range(3)]
+    assert seen == ["timeout", "right", "right"]
+    assert len(asked) == 2, "what was judged is remembered"
+
+
 def test_the_environment_counts_what_could_not_be_judged_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     result = play(f"\\boxed{{{HOSTILE[0]}}}", check_timeout_s=0.3)
     assert result.metrics == {"exact": 0.0, "no_answer": 0.0, "checker_timeout": 1.0, "checker_error": 0.0, "truncated": 0.0}

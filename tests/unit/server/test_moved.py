@@ -10,11 +10,13 @@ import pytest
 
 from opentinker.checkpoints import MANIFEST
 from opentinker.errors import DeadlineError, UnavailableError
+from opentinker.images import Image
 from opentinker.server import actors
 from opentinker.server.moved import bring_log, bring_run
 from opentinker.storage import Mirror, Storage
 from opentinker.training.recorder import Recorder
 from opentinker.training.run import last_checkpoint
+from opentinker.training.transcripts import image_file
 
 JOB = "ann/job-1"
 ROWS = "".join(json.dumps({"kind": "step", "step": step}) + "\n" for step in (10, 20, 21))
@@ -68,6 +70,21 @@ def test_a_restarted_run_goes_on_behind_its_last_step_on_another_node(second: St
     assert kept.decode().startswith(ROWS)
     assert '"resumed"' in kept.decode()
     assert second.read(run / "driver.log") == b"driver.log of the first node\n"
+
+
+def test_a_report_shows_the_images_of_before_the_move_and_after_it(second: Storage, first: Storage) -> None:
+    images = [Image(b"\x89PNG\r\n\x1a\n" + bytes([n])) for n in range(3)]
+    there, here = Recorder(first.root / JOB, {}, resume_at=20), second.root / JOB
+    there.transcript({"step": 20}, images[:2])
+    assert Mirror(first, there.folder).sync()
+    (here / "images").mkdir(parents=True)  # of an earlier stay
+    (here / image_file(images[0])).write_bytes(images[0].data)
+    bring_run(second, here)
+    Recorder(here, {}, resume_at=20).transcript({"step": 20}, images[1:])
+    assert Mirror(second, here).sync()
+    for image in images:
+        assert (here / image_file(image)).read_bytes() == image.data
+        assert second.read(here / image_file(image)) == image.data
 
 
 def test_what_is_here_stays_unless_the_storage_has_more(first: Storage, second: Storage) -> None:

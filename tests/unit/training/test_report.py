@@ -158,3 +158,38 @@ async def test_images_of_a_transcript_are_kept_as_files_and_shown_in_the_page(po
     )
     assert image.data_url() in page
     assert "what &lt;is&gt; it?" in page
+
+
+async def test_a_task_with_pictures_is_short_in_transcripts_and_headings(policy, seven, make_config, recorder) -> None:
+    from opentinker.images import Image
+    from opentinker.rollout.types import Episode, Termination
+    from opentinker.training.transcripts import images_of, transcript_row
+
+    image = Image(b"\x89PNG\r\n\x1a\n" + bytes(300_000))
+    content = [{"type": "image", "image": image}]
+    task = {
+        "images": [image.data_url()],
+        "hint": {"also": image},
+        "sound": "data:audio/wav;base64," + "A" * 5000,
+        "text": "data: plain",
+        "long": "x" * 300,
+    }
+    episode = Episode(task, 0, Termination.DONE, messages=[{"role": "user", "content": content}], rewards=[1.0])
+    row = transcript_row(episode, step=1, phase="evaluation")
+    name = row["messages"][0]["content"][0]["file"]
+    assert row["task"] == {
+        "images": [name],
+        "hint": {"also": name},
+        "sound": "[audio/wav;base64, 5022 characters]",
+        "text": "data: plain",
+        "long": "x" * 300,
+    }
+    assert images_of(episode) == [image], "once, wherever it is"
+    assert episode.task is task, "what the environment is given stays as it is"
+    unseen = Episode({"image": image.data_url()}, 0, Termination.DONE, messages=[], rewards=[1.0])
+    assert images_of(unseen) == [image], "a name in a transcript is that of a file"
+    await (await RLLoop.connect(make_config(), seven, policy, recorder)).run(1)
+    summary = recorder.finish(wall_s=1.0, checkpoint=None)
+    page = render_report(recorder._config, recorder.rows, [row], summary, recorder.folder)
+    [heading] = [line for line in page.split("<h3>") if line.startswith("before: step 1")]
+    assert len(heading.partition("</h3>")[0]) < 400

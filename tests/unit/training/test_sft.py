@@ -11,6 +11,8 @@ import pytest
 from opentinker.client.messages import AdamParams, Datum, LossConfig, Minibatch
 from opentinker.client.submission import prepare
 from opentinker.config.job import SFTJobConfig, parse_job
+from opentinker.env.adapters.chat import message_of
+from opentinker.env.parsing import ToolCall, tool_calls
 from opentinker.errors import ConfigError
 from opentinker.training.conversations import conversation
 from opentinker.training.recorder import Recorder
@@ -169,15 +171,61 @@ async def test_rows_that_are_too_long_are_left_out_and_counted_or_an_error(unigr
         ({"messages": [{"role": "user", "content": "hi"}]}, "no assistant turn to learn"),
         ({"messages": []}, "messages is empty or neither"),
         ({"messages": [{"role": "user", "content": [1]}]}, "content is not a text"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "content is not a text"),
         ({"messages": ["hi"]}, "which is no message"),
         ({"prompt": "q", "completion": 3}, "completion is empty or neither"),
+        ({"prompt": "q"}, "completion is empty or neither"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}]}, "tool call has no name"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "arguments of a call of f are no JSON object",
+        ),
     ],
 )
 async def test_a_row_without_anything_to_learn_is_shown(unigram: Unigram, tmp_path: Path, row: Any, says: str) -> None:
-    loop = await start(unigram, write(tmp_path, **row), job(data={"train": {"name": "chat.jsonl"}}))
-    with pytest.raises(ConfigError, match=f"a row of chat.jsonl cannot be trained on: .*{says}.*; it is "):
-        await loop.run(1)
+    write(tmp_path, 2)
+    with (tmp_path / "chat.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(row))
+    config = job(data={"train": {"name": "chat.jsonl"}})
+    with pytest.raises(ConfigError, match=f"row 3 of chat.jsonl cannot be trained on: .*{says}.*; it is "):
+        await start(unigram, tmp_path, config)
     assert unigram.batches == []
+
+
+CALLS = [
+    {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": "é\\n"}'}},
+    {"function": {"name": "stop", "arguments": {"now": None}}},
+]
+
+
+@pytest.mark.parametrize("content", [None, "", "I add."])
+def test_tool_calls_are_learnt_as_the_environments_read_them(content: str | None) -> None:
+    turns = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": content, "tool_calls": CALLS, "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2é"},
+        {"role": "assistant", "content": "done"},
+    ]
+    messages, _, _ = conversation({"messages": turns})
+    said = messages[1]["content"]
+    assert isinstance(said, str)
+    assert said.startswith(content or "<tool_call>")
+    assert tool_calls(said).calls == [ToolCall("add", {"a": 2, "b": "é\n"}), ToolCall("stop", {})]
+    assert messages[1]["reasoning_content"] == "hm"
+    assert messages[2] == {"role": "tool", "content": "2é"}
+    assert message_of({**turns[1], "tool_calls": CALLS})["content"] == said, "an adapter shows them alike"
+    again = conversation({"messages": [turns[0], {**messages[1], "tool_calls": CALLS}]})[0]
+    assert again[1]["content"] == said, "calls that are in the text already are not said twice"
+
+
+async def test_tool_calls_reach_the_trained_tokens(unigram: Unigram, tmp_path: Path) -> None:
+    write(
+        tmp_path, messages=[{"role": "user", "content": "go"}, {"role": "assistant", "content": None, "tool_calls": CALLS[1:]}]
+    )
+    loop = await start(unigram, tmp_path, job(data={"train": {"name": "chat.jsonl"}}))
+    rendered = loop._train.render(loop._train.rows.first(1))
+    text = loop._train._renderer._renderer.tokenizer.decode(rendered.data[0].targets[rendered.data[0].weights > 0].tolist())
+    assert '{"name": "stop", "arguments": {}}' in text
 
 
 async def test_rows_of_another_shape_are_refused_with_what_they_have(unigram: Unigram, tmp_path: Path) -> None:

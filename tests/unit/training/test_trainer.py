@@ -10,7 +10,7 @@ import yaml
 import opentinker as ot
 from opentinker.client.sync import SyncRunner
 from opentinker.config.job import InteractiveJobConfig
-from opentinker.errors import EnvironmentLoadError
+from opentinker.errors import ConfigError, EnvironmentLoadError
 
 
 class MemoryJob:
@@ -107,3 +107,9 @@ def test_a_class_that_is_no_environment_is_refused_at_once(make_trainer) -> None
         make_trainer(environment=Half)
     with pytest.raises(EnvironmentLoadError):
         make_trainer(environment="no_such_environment")
+
+
+def test_arguments_that_the_environment_does_not_take_are_refused_at_once(make_trainer, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"environment.args: Seven does not take them: .*'sise'"):
+        make_trainer(environment_args={"sise": 3})
+    assert not (tmp_path / "run").exists()
