@@ -1,5 +1,6 @@
 """`opentinker env serve`: host an environment over HTTP."""
 
+import inspect
 import logging
 import os
 from enum import StrEnum
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from opentinker.cli.common import err, out
+from opentinker.cli.env_arguments import EnvironmentArgument, constructor_arguments, environment_name
 from opentinker.client.local import API_KEY_VARIABLE
 from opentinker.errors import ConfigError
 
@@ -21,7 +23,15 @@ class IsolationChoice(StrEnum):
 
 
 def serve(
-    name: Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="A built-in environment, or path/to/file.py:Class.")],
+    name: EnvironmentArgument,
+    args: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Constructor arguments: KEY=VALUE (may be repeated), or one JSON object. Those that the class keeps for its "
+            "host (`host_args`) are set here only; others are defaults, which clients may change.",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8790,
     workers: Annotated[
@@ -39,6 +49,9 @@ def serve(
     ] = 900.0,
     call_timeout: Annotated[float, typer.Option(min=0.1, help="Longest seconds for one call of the environment.")] = 300.0,
     drain: Annotated[float, typer.Option(min=0.0, help="Seconds that open sessions may go on after SIGTERM or Ctrl-C.")] = 30.0,
+    max_body: Annotated[
+        int, typer.Option(min=1, max=32 * 2**20, help="Largest task or action, in bytes; one that is larger is answered 413.")
+    ] = (4 * 2**20),
     token_file: Annotated[
         Path | None, typer.Option(help="A file with the token that clients must show. Default: a new one, which is printed.")
     ] = None,
@@ -60,21 +73,28 @@ def serve(
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     os.environ.pop(API_KEY_VARIABLE, None)  # none of the environment's business
+    name, arguments = environment_name(name), constructor_arguments(args)
+    environment = load_environment(name)
+    try:
+        inspect.signature(environment).bind_partial(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"--args: {environment.__name__} does not take them: {error}") from None
     shown = ""
     if token_file is not None:
         token = Token.from_file(token_file)
     else:
         token, shown = Token.generate()
-    chosen = isolation or IsolationChoice(load_environment(name).execution)
+    chosen = isolation or IsolationChoice(environment.execution)
     settings = HostSettings(
         workers=workers or max(1, (os.cpu_count() or 2)),
         max_sessions=max_sessions,
         isolation=chosen.value,
         idle_timeout_s=idle_timeout,
         call_timeout_s=call_timeout,
+        max_body_bytes=max_body,
         drain_s=drain,
     )
-    server = EnvironmentServer({"name": name, "base_dir": str(Path.cwd())}, settings, token, host, port)
+    server = EnvironmentServer({"name": name, "base_dir": str(Path.cwd())}, settings, token, host, port, arguments)
 
     def ready(started: EnvironmentServer) -> None:
         out.print(f"{started.hub.info['name']} is hosted at [bold]{started.url}[/bold]", soft_wrap=True)

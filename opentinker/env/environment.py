@@ -85,6 +85,9 @@ class Environment:
     """Where an episode's plain methods run. A process can be killed when a call hangs, whatever it is doing."""
     task_columns: ClassVar[tuple[str, ...]] = ()
     """Keys that a task must have; checked when tasks come from a file or a dataset."""
+    host_args: ClassVar[tuple[str, ...]] = ()
+    """Constructor arguments that, on a server, only whoever hosts may set (`env serve --args`): walls and limits, files to
+    load, addresses to connect to. "*" stands for all arguments. Those of base classes count too."""
     tools: Sequence[Tool] = ()
     """Given to the chat template; read after `reset`."""
 

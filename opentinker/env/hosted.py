@@ -69,10 +69,13 @@ class Session:
 
 
 class Host:
-    """The environments of one class in this process."""
+    """The environments of one class in this process. `given` are the constructor's arguments that whoever hosts has set, None
+    where those who ask are the same as those who host."""
 
-    def __init__(self, environment: type[Environment], executor: Executor) -> None:
+    def __init__(self, environment: type[Environment], executor: Executor, given: Mapping[str, Any] | None = None) -> None:
         self._class = environment
+        self._given = given
+        self._reserved = frozenset(name for base in environment.__mro__ for name in vars(base).get("host_args", ()))
         self._executor = executor
         self._sessions: dict[bytes, Session] = {}
         self._sources: dict[bytes, TaskSource] = {}
@@ -126,6 +129,7 @@ class Host:
                 pass
             case _:
                 raise InvalidRequestError("a reset needs the constructor's arguments, a dict, and the task")
+        args = self._arguments(args)
         session = self._sessions[frame.session] = Session()
         session.asked = asked
         name = self._class.__name__
@@ -209,6 +213,7 @@ class Host:
             raise InvalidRequestError("seeds, places and counts must be integers")
         if len(numbers) != _METHODS.get(method):
             raise InvalidRequestError(f"there is no method '{method}' with {len(numbers)} numbers", hint=_HOW_TO_ASK)
+        args = self._arguments(args)
         what = f"{self._class.__name__}.task_source"
 
         def run(call: Call) -> Outcome:
@@ -229,6 +234,18 @@ class Host:
         if method == "size":
             return source.size
         return source.draw(*numbers) if method == "draw" else source.first(*numbers)
+
+    def _arguments(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What the constructor gets when a client asks for these arguments."""
+        if self._given is None:
+            return dict(asked)
+        refused = sorted(str(name) for name in asked if name in self._reserved or "*" in self._reserved)
+        if refused:
+            raise InvalidRequestError(
+                f"only whoever hosts {self._class.__name__} may set {', '.join(refused)}",
+                hint=f"leave it out of environment.args; on the server: opentinker env serve ... --args {refused[0]}=VALUE",
+            )
+        return {**self._given, **asked}
 
     def _repeated(self, session: Session, frame: Frame) -> bool:
         """Whether this is a request that runs, which it then waits for, or the last one, whose answer is repeated."""

@@ -164,6 +164,7 @@ class RemoteEnvironment(Environment):
     """
 
     servers: ClassVar[_Servers | None] = None
+    host_args: ClassVar[tuple[str, ...]] = ("token", "token_file")
     task_columns = _Remote("task_columns", ())
 
     def __init__(

@@ -49,8 +49,9 @@ def main(descriptor: int, parent: int) -> None:
                 os._exit(0)  # the parent is gone
 
     (first,) = read()
+    reference = unpack(first.body)
     try:
-        environment = load_reference(unpack(first.body))
+        environment = load_reference(reference)
     except OpenTinkerError as error:
         send(_hello(ERROR, problem_body(error)))
         return
@@ -60,7 +61,7 @@ def main(descriptor: int, parent: int) -> None:
         return host.begin(frame)
 
     executor = Executor(read, send, begin, lambda: host.retire())
-    host = Host(environment, executor)
+    host = Host(environment, executor, reference.get("args"))
     try:
         ready = pack(host.info())
     except OpenTinkerError as error:
