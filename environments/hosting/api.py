@@ -166,7 +166,8 @@ class Api:
             method, numbers = "draw", [body.get("seed", 0), body.get("start", 0), body["count"]]
         elif method is None and "limit" in body:
             method, numbers = "first", [body["limit"]]
-        asked = pack([body.get("split", "train"), body.get("args", {}), method, numbers if numbers is not None else []])
+        numbers = numbers if numbers is not None else []
+        asked = pack([body.get("split", "train"), body.get("args", {}), method, numbers, body.get("tasks", [])])
         _, answer = await self._asked(TASKS, NO_SESSION, 0, body, asked, job)
         return {"result": unpack(answer)}
 

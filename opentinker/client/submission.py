@@ -9,9 +9,13 @@ from opentinker.client.code import environment_file, lacking, pack_files, pack_f
 from opentinker.client.task_files import check_example_files, check_task_files, named, task_files, travelling
 from opentinker.config.base import apply_overrides, read_yaml
 from opentinker.config.job import InferenceJobConfig, JobConfig, RLJobConfig, SFTJobConfig, parse_job
-from opentinker.errors import ConfigError
+from opentinker.env.deadline import context_with
+from opentinker.env.secret_files import TokenFileError
+from opentinker.errors import AuthenticationError, ConfigError, DeadlineError, UnavailableError
 from opentinker.training.run import checked_environment
 
+ASK_S = 5.0
+"""A server of the environment that does not answer within this time cannot be asked from here."""
 JobSource = JobConfig | Mapping[str, Any] | str | Path
 """A job's config, its fields, or a YAML file with them; without a kind it is `rl`."""
 
@@ -25,7 +29,8 @@ class Submission:
     folder: Path | None
     """The folder of the environment's file; None for a built-in environment."""
     lacking: Sequence[str]
-    """Packages and variables that the environment needs and this process does not have: the environment is not checked here."""
+    """What the environment needs and this process does not have: packages, variables, a server that answers. The environment,
+    or its tasks, are not checked here."""
     files: Mapping[str, Path] = field(default_factory=dict)
     """What travels if no folder does: files of tasks or examples, by their names there."""
 
@@ -81,7 +86,13 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
     job = named(job, names)
     absent = lacking(job, file)
     if not absent:
-        check_task_files(job, tasks, checked_environment(job, folder))
+        environment = checked_environment(job, folder)
+        try:
+            context_with(ASK_S).run(check_task_files, job, tasks, environment)
+        except (UnavailableError, AuthenticationError, DeadlineError) as error:  # the cluster may reach it, and has the token
+            absent = [f"the environment server's answer ({error.detail})"]
+        except TokenFileError as error:
+            absent = [f"the environment's token file ({error.detail})"]
     return Submission(job, folder, absent, {names[key]: tasks[key] for key in names})
 
 

@@ -107,6 +107,11 @@ class Environment:
         return GeneratedTasks(cls.make_task) if split == "train" else ListTasks(cls.held_out_tasks(), shuffle=False)
 
     @classmethod
+    def required_columns(cls, args: Mapping[str, Any]) -> tuple[str, ...]:
+        """`task_columns`, for an environment with these arguments."""
+        return cls.task_columns
+
+    @classmethod
     def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
         """Called once, before any episode, with tasks from a file or dataset: raise a ConfigError if they are unfit."""
 

@@ -5,12 +5,21 @@ from pathlib import Path
 
 from opentinker.errors import ConfigError
 
+REMOTE_VARIABLE = "OPENTINKER_ENV_TOKEN"
+OPENENV_VARIABLE = "OPENTINKER_OPENENV_TOKEN"
+TOKEN_VARIABLES = {"http://": REMOTE_VARIABLE, "https://": REMOTE_VARIABLE, "openenv:": OPENENV_VARIABLE}
+"""How names of environments begin that are on a server, and the variable with its token."""
+
+
+class TokenFileError(ConfigError):
+    """The file with a token cannot be read here; it may be on the machine where a job runs."""
+
 
 def read_token(file: str | Path | None, variable: str) -> str:
     """The file's content, or what the variable holds if there is no file; "" if there is neither.
 
     Raises:
-        ConfigError: the file cannot be read.
+        TokenFileError: the file cannot be read.
     """
     if file is None:
         return os.environ.get(variable, "")
@@ -18,7 +27,7 @@ def read_token(file: str | Path | None, variable: str) -> str:
         return Path(file).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"cannot read the environment's token file: {why}") from None
+        raise TokenFileError(f"cannot read the environment's token file: {why}") from None
 
 
 def no_token(where: str, variable: str) -> ConfigError:

@@ -14,6 +14,7 @@ from opentinker.config.base import parse_config
 from opentinker.config.job import JobConfig, RLJobConfig, SFTJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
+from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
 from opentinker.errors import ConfigError
 from opentinker.training.metrics import Row, summarize
 from opentinker.training.progress import row_line
@@ -167,6 +168,9 @@ def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[
         ConfigError: the arguments do not fit.
     """
     environment = load_environment(job.environment.name, base_dir=base_dir)
+    for prefix, variable in TOKEN_VARIABLES.items():
+        if "token" in job.environment.args and job.environment.name.startswith(prefix):
+            raise no_token("environment.args", variable)
     try:
         inspect.signature(environment).bind(**job.environment.args)
     except TypeError as error:

@@ -16,11 +16,10 @@ from opentinker.env.adapters.codecs import in_words
 from opentinker.env.adapters.common import SeededEnvironment, adapted, answer_of, require, seed_of
 from opentinker.env.environment import Action, Environment, Message, StepResult
 from opentinker.env.parsing import tool_calls
-from opentinker.env.secret_files import read_token
+from opentinker.env.secret_files import OPENENV_VARIABLE, read_token
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EnvironmentFailedError, EnvironmentLoadError
 
-TOKEN_VARIABLE = "OPENTINKER_OPENENV_TOKEN"
 LARGEST_MESSAGE = 100 * 1024 * 1024
 CONNECT_TIMEOUT_S = 10.0
 ATTEMPTS = 60
@@ -53,7 +52,7 @@ class OpenEnvEnvironment(SeededEnvironment):
         reset: Mapping[str, Any] | None = None,
         token_file: str | Path | None = None,
     ) -> None:
-        token = read_token(token_file, TOKEN_VARIABLE)
+        token = read_token(token_file, OPENENV_VARIABLE)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._action_field = action_field
         self._observation_field = observation_field
