@@ -92,11 +92,9 @@ class Hub:
         Raises:
             EnvironmentLoadError: the class cannot be loaded.
         """
-        self.info = {
-            **await self.pool.start(),
-            "isolation": self.settings.isolation,
-            "max_sessions": self.settings.max_sessions,
-        }
+        info = await self.pool.start()
+        isolation = "process" if self.pool.exclusive else "thread"
+        self.info = {**info, "isolation": isolation, "max_sessions": self.settings.max_sessions}
         self._task(self._reap())
 
     async def stop(self, drain_s: float = 0.0) -> None:

@@ -32,6 +32,7 @@ class WorkerPool:
 
     def __init__(self, reference: Mapping[str, Any], settings: HostSettings, on_lost: OnLost) -> None:
         self.exclusive = settings.isolation == "process"
+        self._isolation = settings.isolation
         self.replaced = 0
         """Workers that ended by themselves or had to be killed."""
         self._reference = reference
@@ -68,6 +69,9 @@ class WorkerPool:
             DeadlineError: loading takes too long.
         """
         first = await self._started()
+        if self._isolation is None and first.info["execution"] == "process":
+            self.exclusive = first.exclusive = True
+            self._idle[first] = time.monotonic()
         await asyncio.gather(*(self._started() for _ in range(self._size - 1)))
         self._task(self._sweep())
         return first.info

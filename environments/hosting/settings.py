@@ -14,8 +14,8 @@ class HostSettings:
     """Worker processes that share the sessions; with isolation 'process', how many are kept ready."""
     max_sessions: int = 1024
     """Open sessions; one more is answered 429."""
-    isolation: Isolation = "thread"
-    """'thread': a worker hosts many sessions. 'process': each session has a process of its own."""
+    isolation: Isolation | None = None
+    """'thread': a worker hosts many sessions. 'process': each session has a process of its own. None: what the class says."""
     idle_timeout_s: float = 900.0
     """A session that gets no request for so long is closed."""
     call_timeout_s: float = 300.0

@@ -1,9 +1,20 @@
 """REINFORCE leave-one-out: the baseline of an episode is the mean of the group's others."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from opentinker.client.messages import FloatArray
+
+
+def leave_one_out_turns(returns: Sequence[npt.NDArray[np.float64]]) -> list[FloatArray]:
+    """Advantages per turn of a group's episodes, float32[turns] each: the return of a turn less the mean over all turns of the
+    *other* episodes, because those of its own depend on its action. A group of one gives 0."""
+    if len(returns) < 2 or np.ptp(np.concatenate(returns)) == 0.0:
+        return [np.zeros(r.shape, np.float32) for r in returns]
+    total, count = sum(float(r.sum()) for r in returns), sum(len(r) for r in returns)
+    return [(r - (total - r.sum()) / (count - len(r))).astype(np.float32) for r in returns]
 
 
 def leave_one_out(rewards_G: npt.ArrayLike) -> FloatArray:

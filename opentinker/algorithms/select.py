@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from opentinker.algorithms.credit import episode_return, returns_to_go
 from opentinker.algorithms.grpo import group_advantages
-from opentinker.algorithms.rloo import leave_one_out
+from opentinker.algorithms.rloo import leave_one_out, leave_one_out_turns
 from opentinker.algorithms.types import AdvantageFn, Batch, ShapeError, checked
 from opentinker.client.messages import FloatArray
 from opentinker.config.algorithms import (
@@ -61,6 +61,8 @@ def _compared(group: Sequence[FloatArray], config: AlgorithmConfig, compare: Com
         scores = compare(np.array([np.sum(rewards, dtype=np.float64) for rewards in group]))
         return [np.full(np.shape(rewards), score, np.float32) for rewards, score in zip(group, scores, strict=True)]
     returns = [returns_to_go(rewards, config.discount) for rewards in group]
+    if isinstance(config, RLOOConfig):
+        return leave_one_out_turns(returns)
     flat = compare(np.concatenate(returns)) if returns else np.zeros(0, np.float32)
     return np.split(flat, np.cumsum([len(r) for r in returns])[:-1]) if returns else []
 

@@ -1,6 +1,5 @@
 """`opentinker env serve`: host an environment over HTTP."""
 
-import inspect
 import logging
 import os
 from enum import StrEnum
@@ -60,7 +59,6 @@ def serve(
 
     Configs name it by its address: `environment: {name: "http://HOST:PORT"}`, with the token in OPENTINKER_ENV_TOKEN.
     """
-    from opentinker.env.load import load_environment
     from opentinker.environments.hosting.auth import Token
 
     try:
@@ -74,21 +72,15 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     os.environ.pop(API_KEY_VARIABLE, None)  # none of the environment's business
     name, arguments = environment_name(name), constructor_arguments(args)
-    environment = load_environment(name)
-    try:
-        inspect.signature(environment).bind_partial(**arguments)
-    except TypeError as error:
-        raise ConfigError(f"--args: {environment.__name__} does not take them: {error}") from None
     shown = ""
     if token_file is not None:
         token = Token.from_file(token_file)
     else:
         token, shown = Token.generate()
-    chosen = isolation or IsolationChoice(environment.execution)
     settings = HostSettings(
         workers=workers or max(1, (os.cpu_count() or 2)),
         max_sessions=max_sessions,
-        isolation=chosen.value,
+        isolation=isolation.value if isolation else None,
         idle_timeout_s=idle_timeout,
         call_timeout_s=call_timeout,
         max_body_bytes=max_body,
@@ -101,7 +93,8 @@ def serve(
         if shown:
             out.print(f"token: {shown}", soft_wrap=True)
             out.print("clients give it as OPENTINKER_ENV_TOKEN; it is not shown again", soft_wrap=True)
-        each = "a process for each session" if chosen is IsolationChoice.PROCESS else f"{settings.workers} worker processes"
+        shared = f"{settings.workers} worker processes"
+        each = "a process for each session" if started.hub.pool.exclusive else shared
         out.print(f"up to {max_sessions} sessions, {each}; Ctrl-C stops it", soft_wrap=True)
 
     def drains(sessions: int) -> None:

@@ -167,6 +167,8 @@ class ReinforcePPConfig(PolicyGradient):
 
     @model_validator(mode="after")
     def _has_group(self) -> "ReinforcePPConfig":
+        if self.max_resamples and not self.group_baseline:
+            raise ValueError("max_resamples redraws groups of equal rewards, which teach here: the baseline is the batch's")
         if self.group_baseline and self.group_size < 2:
             raise ValueError("group_baseline needs algorithm.group_size of 2 or more")
         return self

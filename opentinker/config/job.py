@@ -191,6 +191,9 @@ class EnvironmentConfig(Config):
     """Tasks to train on; None = the environment's own."""
     held_out_tasks: TasksConfig | None = None
     """Tasks to evaluate on; None = the environment's own."""
+    tasks_timeout_s: Seconds = 600.0
+    """Longest time to get the first tasks of a split: a dataset is downloaded, and rows are checked. Later draws have the time
+    of a reset."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     requirements: Annotated[tuple[str, ...], Field(max_length=MAX_REQUIREMENTS), AfterValidator(check_requirements)] | None = (
@@ -223,8 +226,9 @@ class EvaluationConfig(Config):
     pass_at: tuple[Count, ...] = ()
     """Report pass@k for these k: the chance that one of k episodes of a task is exact (reports `exact` of 1, or without that
     metric earns 1 or more), estimated from `samples_per_task` without bias (Chen et al., 2021, eq. 1)."""
-    metric: str = "exact"
-    """What `keep_best` and `training.stop` look at: `reward`, `exact`, `pass@4`, or a metric that the environment reports."""
+    metric: str = ""
+    """What `keep_best` and `training.stop` look at: `reward`, `exact`, `pass@4`, or a metric that the environment reports.
+    Empty = `exact` where the environment reports it, else `reward`."""
     keep_best: bool = False
     """Save the checkpoint `best` whenever an evaluation is better than all before it."""
 
@@ -346,6 +350,15 @@ class RLJobConfig(JobConfig):
             raise ValueError(
                 f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
                 f"engine.max_model_len ({self.engine.max_model_len})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_are_measured(self) -> "RLJobConfig":
+        kl = self.algorithm.kl
+        if self.training.stop.max_reference_kl is not None and not (kl.coefficient and kl.place == "loss"):
+            raise ValueError(
+                "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
             )
         return self
 

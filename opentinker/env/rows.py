@@ -27,9 +27,9 @@ class JsonRows(Sequence[Any]):
 
 
 def json_value(value: Any, name: str = "a value") -> Any:
-    """An image (decoded, encoded, or {"bytes": ..., "path": ...} as `datasets` keeps it) becomes a data URL, a date or a decimal
-    number its text. What is not there is None: a number that is NaN or infinite, which JSON does not have, and an image without
-    bytes and path.
+    """An image (decoded, encoded, or {"bytes": ..., "path": ...} as `datasets` keeps it) becomes a data URL, a date or a
+    decimal number its text. What is not there is None: a number that is NaN or infinite, which JSON does not have, and an
+    image without bytes and path.
 
     Raises:
         ConfigError: it is bytes that are no image.

@@ -122,8 +122,9 @@ class WorkerProcess(asyncio.Protocol):
         """Send a request. Whatever happens, `on_answer` is called once, later."""
         number = next(self._numbers)
         self._pending[number] = _Pending(on_answer, op, time.monotonic() + timeout_s, timeout_s)
-        if self.ended:
+        if self._gone.done():
             self._loop.call_soon(self._fail_pending, 0.0)
+        if self.ended:  # it is answered when it is known how the process ended
             return
         if not self._out:
             self._loop.call_soon(self._flush)

@@ -23,7 +23,8 @@ class Supervised:
 
     @property
     def learnt(self) -> int:
-        return int(np.count_nonzero(self.mask))
+        """Tokens that are learnt; the first of a sequence is predicted by nothing."""
+        return int(np.count_nonzero(self.mask[1:]))
 
     def to_datum(self) -> Datum:
         """Pre-shifted; the first token is never a target."""
@@ -54,9 +55,13 @@ class SupervisedRenderer:
         whole = self._text(messages[: turns[-1] + 1], tools, opened=False)
         spans = [self._span(messages, turn, tools) for turn in turns]
         if all(whole.startswith(before + said) for before, said in spans):
-            return [self._sequence(whole, messages, dict(zip(turns, spans, strict=True)), learnt, loss_on)]
+            all_after = loss_on == "all"
+            return [self._sequence(whole, messages, dict(zip(turns, spans, strict=True)), learnt, all_after, bool(prompt))]
+        # Everything of a conversation that is rendered several times is learnt where it comes first.
         return [
-            self._sequence(before + said, messages, {turn: (before, said)}, [turn], loss_on)
+            self._sequence(
+                before + said, messages, {turn: (before, said)}, [turn], loss_on == "all" and turn == turns[0], bool(prompt)
+            )
             for turn, (before, said) in zip(turns, spans, strict=True)
             if turn in learnt
         ]
@@ -78,8 +83,11 @@ class SupervisedRenderer:
         messages: Sequence[Message],
         spans: dict[int, tuple[str, str]],
         learnt: Sequence[int],
-        loss_on: LossOn,
+        everything: bool,
+        prompted: bool,
     ) -> Supervised:
+        """With `everything` all tokens are learnt, but if the conversation has a prompt only those behind the first turn's
+        header."""
         encode = self._renderer.tokenizer.encode
         tokens: list[int] = []
         mask: list[float] = []
@@ -88,10 +96,9 @@ class SupervisedRenderer:
             rendered = encode(whole[at : len(before)])
             action, rest = self._action(messages[turn], encode(said))
             tokens += [*rendered, *action, *rest]
-            mask += [0.0] * len(rendered) + [float(turn in learnt)] * len(action) + [0.0] * len(rest)
+            around = float(everything and not (prompted and at == 0))
+            mask += [around] * len(rendered) + [float(turn in learnt)] * len(action) + [float(everything)] * len(rest)
             at = len(before) + len(said)
-        if loss_on == "all":
-            mask = [1.0] * len(tokens)
         return Supervised(np.asarray(tokens, np.int32), np.asarray(mask, np.float32))
 
     def _action(self, message: Message, said: list[int]) -> tuple[list[int], list[int]]:

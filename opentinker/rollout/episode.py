@@ -16,6 +16,7 @@ from opentinker.errors import (
     DeadlineError,
     EngineError,
     EnvironmentFailedError,
+    ImageMissingError,
     InvalidRequestError,
     OpenTinkerError,
     UnavailableError,
@@ -162,7 +163,7 @@ class EpisodeDriver:
                 return ActionSampled(await self._sample_with_retries(request))
         except TimeoutError:
             return DeadlinePassed(f"the policy did not answer within {timeout_s:.3g} s")
-        except (UnavailableError, EngineError, ContextOverflowError) as error:
+        except (UnavailableError, EngineError, ContextOverflowError, ImageMissingError) as error:
             return Failed(str(error))
         finally:
             self._generation_s += self._clock() - start

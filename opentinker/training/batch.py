@@ -44,12 +44,6 @@ def members_of(groups: Sequence[Group]) -> list[list[Member]]:
     return [members for members in found if members]
 
 
-def teaches(group: Group) -> bool:
-    """Whether its episodes earned different rewards, or the only one there is could be compared with other groups."""
-    rewards = [e.reward for e in group.episodes if e.trains]
-    return len(set(rewards)) > 1
-
-
 def turn_rewards(member: Member, config: PolicyGradient) -> FloatArray:
     """What an algorithm is told that each turn earned, float32[turns]: the environment's reward, less the price of length (at
     the last turn) and of distance from the reference."""
@@ -76,12 +70,13 @@ def _turn_divergences(member: Member, config: KLConfig) -> FloatArray:
 def turns_of(member: Member) -> list[FloatArray]:
     """For each datum, the turn that each target belongs to, counted over the episode; -1 where it was not sampled."""
     turn, result = 0, []
-    for trajectory in (t for t in member.episode.trajectories if t.action_tokens):
+    acted = [t for t in member.episode.trajectories if t.action_tokens]
+    for trajectory, datum in zip(acted, member.data, strict=True):
         parts = []
         for run in trajectory.runs:
             parts.append(np.full(len(run), turn if run.sample is not None else -1))
             turn += run.sample is not None
-        result.append(np.concatenate(parts)[1:])
+        result.append(np.concatenate(parts)[1 : len(datum) + 1])  # what follows the last action may have been left out
     return result
 
 

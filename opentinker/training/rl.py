@@ -28,7 +28,7 @@ from opentinker.client.messages import (
     SamplingParams,
     TokenScore,
 )
-from opentinker.config.algorithms import PolicyGradient
+from opentinker.config.algorithms import KLConfig, PolicyGradient
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
@@ -38,14 +38,14 @@ from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Group
-from opentinker.training.batch import Batch, Member, build_batch, members_of, teaches
+from opentinker.training.batch import Batch, Member, build_batch, members_of, turn_rewards
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import checkpoint_name, scheduled
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
-from opentinker.training.watch import Verdict, Watch
+from opentinker.training.watch import Verdict, Watch, score
 
 FRUITLESS_STEPS = 3
 """Steps in a row without a usable episode after which the loop gives up."""
@@ -162,7 +162,12 @@ class RLLoop:
         self._task_position = int(rows[-1].get("task_position", drawn)) if rows else drawn
         for row in self._recorder.rows:
             self._watch.row(row)
-            self._reductions += row["kind"] == "stopping" and row["action"] != "stopped"
+            if row["kind"] == "evaluation":
+                self._evaluated_at = row["step"]
+            elif row["kind"] == "stopping" and row["action"] == "stopped":
+                self.stopped = row["reason"]
+            elif row["kind"] == "stopping":
+                self._reductions += 1
 
     async def run(self, steps: int) -> None:
         """Train for `steps` more steps, evaluating as the config says.
@@ -174,14 +179,20 @@ class RLLoop:
         last = self.steps_done + steps
         if evaluation.at_start and self.steps_done == 0:
             await self.evaluate()
+        if self._evaluation_is_due():  # the run died between a checkpoint and its evaluation
+            await self.evaluate()
         while self.steps_done < last and not self.stopped:
             await self.step()
             if (every := self.config.training.save_every) and self.steps_done % every == 0:
                 await self._policy.save(checkpoint_name(self.steps_done))
-            if evaluation.every and self.steps_done % evaluation.every == 0 and not self.stopped:
+            if self._evaluation_is_due() and not self.stopped:
                 await self.evaluate()
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.config.evaluation.every
+        return bool(every and self.steps_done and self.steps_done % every == 0 and self._evaluated_at != self.steps_done)
 
     async def save(self, name: str) -> dict[str, Any]:
         """Write a checkpoint of what the last step published."""
@@ -212,6 +223,11 @@ class RLLoop:
         row = evaluation_row(self.steps_done, result, groups, seconds=time.monotonic() - started)
         self._recorder.row(row)
         self._evaluated_at = self.steps_done
+        if (evaluation.keep_best or self._watch.needs_score) and score(row, evaluation.metric) is None:
+            there = ", ".join(["reward", *row["env"], *(f"pass@{k}" for k in row["pass_at"])])
+            raise ConfigError(
+                f"evaluation.metric: no held-out episode reports '{evaluation.metric}'", hint=f"there are {there}"
+            )
         if evaluation.keep_best and self._watch.improves(row):
             await self._policy.save(BEST)
         await self._act(self._watch.row(row))
@@ -266,14 +282,19 @@ class RLLoop:
         algorithm, wanted = self.config.algorithm, self.config.rollout.groups_per_step
         groups: list[Group] = []
         position, missing = self._task_position, wanted
-        for _ in range(algorithm.max_resamples + 1):
+        for round_ in range(algorithm.max_resamples + 1):
+            if round_ and (missing := wanted - sum(self._teaches(group) for group in groups)) <= 0:
+                break
             tasks = await self._tasks.draw(self.config.training.seed, position, missing)
             position += missing
             groups += await self._runner.run(tasks, algorithm.group_size, number, first_index=len(groups))
-            missing = wanted - sum(map(teaches, groups))
-            if missing <= 0:
-                break
         return groups, position
+
+    def _teaches(self, group: Group) -> bool:
+        """Whether its episodes get advantages, before what the reference would say."""
+        [members] = members_of([group]) or [[]]
+        rewards = [turn_rewards(member, self.config.algorithm.model_copy(update={"kl": KLConfig()})) for member in members]
+        return any(values.any() for values in self._advantages([rewards])[0])
 
     async def _scored(self, groups: list[list[Member]]) -> list[list[Member]]:
         """The members with what the algorithm needs from the model: reference logprobs, and the trainer's own before the

@@ -17,7 +17,9 @@ class JobTasks:
     """A job's tasks of both splits: from `sources`, from the files or datasets that its config names, or its environment's own.
 
     Raises:
-        EnvironmentLoadError: from each method, when the environment's code raised or took longer than `timeout_s`.
+        EnvironmentLoadError: from each method, when the environment's code raised or took longer than `timeout_s`; the first
+        draw
+            of a split may take the config's `tasks_timeout_s`.
         ConfigError: from each method, when a file or dataset cannot be read.
     """
 
@@ -51,21 +53,25 @@ class JobTasks:
             method = "make_task" if split == "train" else "held_out_tasks"
         what = f"{self._environment.__name__}.{method}"
 
+        # Making a source may download a dataset or check its rows; drawing from it is as quick as a reset.
+        made = split in self._sources
+        timeout_s = self._timeout_s if made else max(self._timeout_s, self._config.tasks_timeout_s)
+
         def make() -> list[Any]:
             if split not in self._sources:
                 self._sources[split] = self._source(split)
             return ask(self._sources[split])
 
         with UserThreads() as threads:
-            limit = asyncio.timeout(self._timeout_s)
+            limit = asyncio.timeout(timeout_s)
             try:
                 async with limit:
                     return await threads.call(make)
             except Exception as error:
                 if limit.expired():
                     raise EnvironmentLoadError(
-                        f"{what} did not return within {self._timeout_s:g} s",
-                        hint="rollout.reset_timeout_s sets this deadline",
+                        f"{what} did not return within {timeout_s:g} s",
+                        hint=f"{'rollout.reset_timeout_s' if made else 'environment.tasks_timeout_s'} sets this deadline",
                     ) from error
                 if isinstance(error, OpenTinkerError):
                     raise

@@ -21,6 +21,7 @@ class Watch:
     def __init__(self, config: StopConfig, metric: str) -> None:
         self._config = config
         self._metric = metric
+        self._name = metric or "the held-out score"
         self.best: float | None = None
         """The best evaluation so far."""
         self._since_best = 0
@@ -35,6 +36,11 @@ class Watch:
             case "step":
                 return self._step(row)
         return None
+
+    @property
+    def needs_score(self) -> bool:
+        """Whether it looks at evaluations at all."""
+        return self._config.plateau is not None or self._config.falls is not None
 
     def improves(self, row: Mapping[str, Any]) -> bool:
         """Whether this evaluation is better than all before it. Ask before `row` sees it."""
@@ -51,10 +57,10 @@ class Watch:
         self._last = value
         config = self._config
         if config.plateau is not None and self._since_best >= config.plateau:
-            return Verdict(f"{self._metric} has not risen above {self.best:.3f} in {self._since_best} evaluations", final=True)
+            return Verdict(f"{self._name} has not risen above {self.best:.3f} in {self._since_best} evaluations", final=True)
         if config.falls is not None and self._falls >= config.falls:
             self._falls, fallen = 0, self._falls
-            return Verdict(f"{self._metric} has fallen {fallen} evaluations in a row, to {value:.3f}", final=False)
+            return Verdict(f"{self._name} has fallen {fallen} evaluations in a row, to {value:.3f}", final=False)
         return None
 
     def _step(self, row: Mapping[str, Any]) -> Verdict | None:
@@ -71,11 +77,14 @@ class Watch:
 
 
 def score(row: Mapping[str, Any], metric: str) -> float | None:
-    """An evaluation's value of a metric: `reward`, `exact`, `pass@4`, or one that the environment reports."""
-    if metric == "reward":
+    """An evaluation's value of a metric: `reward`, `exact`, `pass@4`, or one that the environment reports; see the config for
+    an empty one."""
+    if metric == "reward" or (not metric and "exact" not in row["env"]):
         value = row["reward_mean"]
     else:
         value = (
-            row.get("pass_at", {}).get(metric.removeprefix("pass@")) if metric.startswith("pass@") else row["env"].get(metric)
+            row.get("pass_at", {}).get(metric.removeprefix("pass@"))
+            if metric.startswith("pass@")
+            else row["env"].get(metric or "exact")
         )
     return None if value is None else float(value)

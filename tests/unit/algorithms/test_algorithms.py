@@ -96,6 +96,18 @@ def test_formulas(values: Rewards) -> None:
 
 
 @given(values=rewards)
+def test_a_turn_of_rloo_is_compared_with_other_episodes_only(values: Rewards) -> None:
+    config = RLOOConfig(credit="turn")
+    for group, scores in zip(values, run(config, values), strict=True):
+        returns = [np.asarray(returns_to_go(e)) for e in group]
+        for i, score in enumerate(scores):
+            others = [g for j, r in enumerate(returns) if j != i for g in r]
+            flat = len(group) < 2 or np.ptp(np.concatenate(returns)) == 0
+            expected = np.zeros(len(score)) if flat else returns[i] - np.mean(others)
+            np.testing.assert_allclose(score, expected, atol=1e-5)
+
+
+@given(values=rewards)
 def test_reinforce_pp_is_normalised_over_the_batch(values: Rewards) -> None:
     single = [[[sum(episode)] for episode in group] for group in values]
     flat = np.array([e[0] for g in single for e in g])

@@ -50,7 +50,12 @@ def test_every_answer_is_learnt_with_the_token_that_ends_it(make: Any, family: s
     [last] = SupervisedRenderer(renderer).render(CHAT, loss_on="last")
     assert learnt(renderer, last) == f"It is 12.{STOPS[family]}"
     [everything] = SupervisedRenderer(renderer).render(CHAT, loss_on="all")
-    assert everything.learnt == len(everything.tokens) == len(sequence.tokens)
+    assert everything.learnt == len(everything.tokens) - 1 == everything.to_datum().weights.sum()
+    [answered] = SupervisedRenderer(renderer).render(CHAT, loss_on="all", prompt=2)
+    behind_the_prompt = learnt(renderer, answered)
+    assert behind_the_prompt.startswith(f"7{STOPS[family]}")
+    assert "and 5?" in behind_the_prompt
+    assert "3 + 4" not in behind_the_prompt
 
 
 @pytest.mark.parametrize("family", ["smollm2", "llama3"])
@@ -71,6 +76,9 @@ def test_a_template_that_changes_earlier_turns_gives_one_sequence_per_answer(mak
     assert learnt(renderer, first) == "<think>\neasy\n</think>\n\n7<|im_end|>"
     assert learnt(renderer, second) == "It is 12.<|im_end|>"
     assert "easy" not in renderer.tokenizer.decode(second.tokens.tolist())
+    whole, rest = SupervisedRenderer(renderer).render(thinking, loss_on="all")
+    assert whole.learnt == len(whole.tokens) - 1
+    assert learnt(renderer, rest) == "It is 12.<|im_end|>", "what both have is learnt once"
 
 
 def test_a_prompt_is_not_learnt_even_if_it_holds_answers(make: Any) -> None:

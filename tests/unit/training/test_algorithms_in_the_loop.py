@@ -105,6 +105,48 @@ async def test_groups_that_teach_nothing_are_drawn_anew_and_a_resumed_run_goes_o
     assert (await again.step())["task_position"] > second["task_position"]
 
 
+async def test_a_group_that_differs_in_length_alone_teaches_where_length_has_a_price(
+    policy, seven, make_config, recorder
+) -> None:
+    class Flat(seven):
+        def step(self, action: Any) -> StepResult:
+            return StepResult(0.5, done=True)
+
+    overlong = {"limit_tokens": 2, "buffer_tokens": 1}
+    algorithm = {"kind": "dapo", "group_size": 4, "max_resamples": 2, "overlong": overlong, "credit": "turn"}
+    row = await step(policy, Flat, make_config(algorithm=algorithm), recorder)
+    assert row["groups"] == 24, "every answer has the same length here, so nothing teaches"
+
+
+async def test_a_run_that_stopped_early_stays_stopped_when_it_is_resumed(policy, seven, make_config, recorder) -> None:
+    config = make_config(
+        evaluation={"every": 1, "metric": "reward"}, training={"stop": {"plateau": 1}, "optimizer": {"learning_rate": 0.0}}
+    )
+    loop = await RLLoop.connect(config, seven, policy, recorder)
+    await loop.run(9)
+    done = loop.steps_done
+    assert loop.stopped
+    policy.saved[f"step-{done:06d}"] = policy.logits.copy()
+    resumed = Recorder(recorder.folder, config.model_dump(mode="json"), resume_at=done)
+    again = await RLLoop.connect(config, seven, policy, resumed)
+    await again.resume(done)
+    await again.run(9 - done)
+    assert again.steps_done == done
+
+
+async def test_an_evaluation_that_a_crash_cut_off_is_made_up_for(policy, seven, make_config, recorder) -> None:
+    config = make_config(evaluation={"every": 2, "at_start": False, "at_end": False})
+    loop = await RLLoop.connect(config, seven, policy, recorder)
+    await loop.step()
+    await loop.step()  # the process dies before the evaluation
+    policy.saved["step-000002"] = policy.logits.copy()
+    resumed = Recorder(recorder.folder, config.model_dump(mode="json"), resume_at=2)
+    again = await RLLoop.connect(config, seven, policy, resumed)
+    await again.resume(2)
+    await again.run(2)
+    assert [r["step"] for r in resumed.rows if r["kind"] == "evaluation"] == [2, 4]
+
+
 async def test_resampling_ends(policy, seven, make_config, recorder) -> None:
     class Flat(seven):
         def step(self, action: Any) -> StepResult:
@@ -139,6 +181,7 @@ def test_configs_that_cannot_work_are_refused(make_config) -> None:
         ({"kl": {"coefficient": 1, "estimator": "k1"}}, "k1 in the loss has no gradient on average"),
         ({"kl": {"coeficient": 1}}, "unknown key 'algorithm.kl.coeficient'.*did you mean 'coefficient'"),
         ({"kind": "reinforce_pp", "max_resamples": 1}, "group_size must be 2 or more"),
+        ({"kind": "reinforce_pp", "max_resamples": 1, "group_size": 4}, "which teach here: the baseline is the batch's"),
         ({"mismatch": {"mask_sequences": [2, 1]}}, "low < high"),
         ({"overlong": {"limit_tokens": 10, "buffer_tokens": 20}}, "longer than limit_tokens"),
     ]:

@@ -10,7 +10,7 @@ from opentinker.client.messages import Sample
 from opentinker.config.algorithms import GRPOConfig, KLConfig, OverlongConfig, PolicyGradient
 from opentinker.rollout.trajectory import RunKind, Trajectory
 from opentinker.rollout.types import Episode, Group, Termination
-from opentinker.training.batch import Batch, Member, build_batch, members_of, teaches, turn_rewards
+from opentinker.training.batch import Batch, Member, build_batch, members_of, turn_rewards
 
 
 def episode(*rewards: float, tokens: int = 3, termination: Termination = Termination.DONE) -> Episode:
@@ -86,8 +86,6 @@ FLAT = [Group("a", 0, [episode(1.0), episode(1.0)]), Group("b", 1, [episode(0.5)
 def test_groups_without_variance_are_left_out_and_counted() -> None:
     batch = batch_of(FLAT)
     assert (batch.data, batch.minibatches, batch.zero_variance_groups) == ([], [], 2)
-    assert [teaches(group) for group in FLAT] == [False, False, False]
-    assert teaches(Group("d", 3, [episode(0.0), episode(1.0)]))
 
 
 @pytest.mark.parametrize("config", [GRPOConfig(entropy_coefficient=0.1), GRPOConfig(kl=KLConfig(coefficient=0.1))])

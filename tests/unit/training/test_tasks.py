@@ -17,7 +17,7 @@ from opentinker.training.tasks import JobTasks
 
 
 def tasks_of(environment: type[Environment], timeout_s: float = 10.0, **config: Any) -> JobTasks:
-    return JobTasks(environment, EnvironmentConfig(name="x", **config), timeout_s=timeout_s)
+    return JobTasks(environment, EnvironmentConfig(name="x", **{"tasks_timeout_s": timeout_s, **config}), timeout_s=timeout_s)
 
 
 async def test_tasks_depend_on_seed_and_place_alone() -> None:
@@ -103,3 +103,18 @@ async def test_an_environment_that_makes_tasks_for_ever_is_named_and_stalls_nobo
     with pytest.raises(EnvironmentLoadError, match=r"Endless.make_task did not return within 0.2 s"):
         drawing.result()
     assert await tasks_of(Endless).held_out(3) == [0, 1, 2]
+
+
+async def test_the_first_tasks_have_the_time_that_a_dataset_takes_and_later_ones_that_of_a_reset() -> None:
+    class Slow(Environment):
+        first = True
+
+        @classmethod
+        def make_task(cls, seed: int) -> int:
+            time.sleep(0.6)
+            return seed
+
+    tasks = tasks_of(Slow, 0.2, tasks_timeout_s=30.0)
+    assert len(await tasks.draw(0, 0, 1)) == 1
+    with pytest.raises(EnvironmentLoadError, match=r"did not return within 0.2 s .rollout.reset_timeout_s sets"):
+        await tasks.draw(0, 1, 1)

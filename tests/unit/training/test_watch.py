@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from opentinker.config.job import EvaluationConfig, StopConfig
 from opentinker.env.environment import Environment
+from opentinker.errors import ConfigError
 from opentinker.training.recorder import Recorder
 from opentinker.training.rl import RLLoop
 from opentinker.training.watch import Watch
@@ -106,6 +107,26 @@ async def test_the_best_checkpoint_is_that_of_the_best_evaluation(policy, seven,
     rows = [r for r in recorder.rows if r["kind"] == "evaluation"]
     risen = sum(r["exact"] > max([e["exact"] for e in rows[:i]], default=-1) for i, r in enumerate(rows))
     assert policy.calls.count("save best") == risen >= 2
+
+
+async def test_a_metric_that_nobody_reports_is_named_at_the_first_evaluation(policy, seven, make_config, recorder) -> None:
+    config = make_config(evaluation={"metric": "won", "keep_best": True})
+    with pytest.raises(ConfigError, match=r"no held-out episode reports 'won' \(there are reward, exact\)"):
+        await (await RLLoop.connect(config, seven, policy, recorder)).run(1)
+
+
+async def test_without_exact_answers_the_reward_is_what_counts(policy, make_config, recorder) -> None:
+    config = make_config(evaluation={"every": 1}, training={"stop": {"falls": 2}, "optimizer": {"learning_rate": 0.1}})
+    assert "the held-out score has fallen 2 evaluations in a row" in (await run(policy, config, recorder))["stopped"]
+
+
+def test_a_limit_on_what_is_not_measured_is_refused(make_config) -> None:
+    from opentinker.config.job import parse_job
+
+    fields = make_config(training={"stop": {"max_reference_kl": 1.0}, "steps": 1}, algorithm={"kl": {"coefficient": 0.1}})
+    assert fields.training.stop.max_reference_kl == 1.0
+    with pytest.raises(ConfigError, match="max_reference_kl needs"):
+        parse_job({**fields.model_dump(mode="json"), "algorithm": {}})
 
 
 def test_metrics_that_will_not_be_there_are_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosted_environments import TOOL, AsyncDoer, Doer, png
+from hosted_environments import TOOL, AsyncDoer, Doer, ProcessDoer, png
 from hosting_tools import TOKEN, Hosted, Serve, hosted, until
 
 from opentinker.env import remote, remote_stream
@@ -140,6 +140,17 @@ async def test_with_a_process_each_a_late_session_costs_its_process_only(serve: 
         assert (await again.step(Action("pid"), 5)).observation[0]["content"] in pids[2:]  # type: ignore[index, call-overload]
         await again.close(5)
     assert there.server.hub.sessions == 0
+
+
+async def test_a_class_that_wants_processes_gets_them_unless_told_otherwise(serve: Serve) -> None:
+    for settings, isolation in (({}, "process"), ({"isolation": "thread"}, "thread")):
+        there = await serve(ProcessDoer, **settings)
+        assert there.server.hub.info["isolation"] == isolation
+        environments = [there.remote() for _ in range(2)]
+        await asyncio.gather(*(e.reset({}) for e in environments))
+        pids = {(await e.step(Action("pid"))).observation[0]["content"] for e in environments}  # type: ignore[index, call-overload]
+        assert len(pids) == (2 if isolation == "process" else 1)
+        await asyncio.gather(*(e.close() for e in environments))
 
 
 async def test_a_session_whose_worker_died_while_it_was_idle_learns_why(serve: Serve) -> None:

@@ -283,3 +283,23 @@ async def test_a_worker_dies_with_its_parent_whatever_it_is_doing(step: str) -> 
     parent.send_signal(signal.SIGKILL)
     parent.wait(10)
     await until(lambda: not alive(pid))
+
+
+async def test_a_request_to_a_worker_that_is_just_ending_learns_why_too() -> None:
+    async with working() as worker:
+        (talker,) = await many(worker, 1)
+        worker.kill("of a test")
+        with pytest.raises(EnvironmentFailedError, match="the session was lost: of a test"):
+            await talker.step("say")
+        await until(lambda: not alive(worker.pid))
+        with pytest.raises(EnvironmentFailedError, match="the session was lost: of a test"):
+            await talker.step("say")
+
+
+async def test_a_request_sent_between_a_death_and_its_reason_waits_for_the_reason() -> None:
+    async with working() as worker:
+        (talker,) = await many(worker, 1)
+        os.kill(worker.pid, signal.SIGKILL)
+        await until(lambda: worker.ended)
+        with pytest.raises(EnvironmentFailedError, match="was killed by SIGKILL"):
+            await talker.step("say")
