@@ -12,7 +12,7 @@ from opentinker.config.job import InferenceJobConfig, JobConfig, RLJobConfig, SF
 from opentinker.env.deadline import context_with
 from opentinker.env.secret_files import TokenFileError
 from opentinker.errors import AuthenticationError, ConfigError, DeadlineError, UnavailableError
-from opentinker.training.run import checked_environment
+from opentinker.training.run import check_no_secrets, checked_environment
 
 ASK_S = 5.0
 """A server of the environment that does not answer within this time cannot be asked from here."""
@@ -77,6 +77,7 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
         return Submission(named(job, names), None, (), {names[key]: examples[key] for key in names})
     if not isinstance(job, RLJobConfig):
         return Submission(job, None, ())
+    check_no_secrets(job)  # also where the environment itself is not checked here
     file = environment_file(job, beside)
     folder = file.parent if file else None
     if file is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from opentinker.errors import ConfigError
 
 REMOTE_VARIABLE = "OPENTINKER_ENV_TOKEN"
-OPENENV_VARIABLE = "OPENTINKER_OPENENV_TOKEN"
+OPENENV_VARIABLE = "OPENENV_TOKEN"
 TOKEN_VARIABLES = {"http://": REMOTE_VARIABLE, "https://": REMOTE_VARIABLE, "openenv:": OPENENV_VARIABLE}
 """How names of environments begin that are on a server, and the variable with its token."""
 

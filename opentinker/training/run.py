@@ -160,6 +160,19 @@ def last_checkpoint(run_dir: Path) -> int | None:
     return max((int(step) for name in names if (step := name.removeprefix("step-")).isdigit()), default=None)
 
 
+def check_no_secrets(job: RLJobConfig) -> None:
+    """A config is stored and shown, so that no part of it may hold what opens an environment's server. Asks no server.
+
+    Raises:
+        ConfigError: it has a token, or an address with a login.
+    """
+    for prefix, variable in TOKEN_VARIABLES.items():
+        if job.environment.name.startswith(prefix) and "token" in job.environment.args:
+            raise no_token("environment.args", variable)
+    if job.environment.name.startswith(("http://", "https://")):
+        load_environment(job.environment.name)  # looks at the addresses
+
+
 def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[Environment]:
     """The job's environment class, after a check that its constructor takes the configured arguments.
 
@@ -167,10 +180,8 @@ def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[
         EnvironmentLoadError: it cannot be imported.
         ConfigError: the arguments do not fit.
     """
+    check_no_secrets(job)
     environment = load_environment(job.environment.name, base_dir=base_dir)
-    for prefix, variable in TOKEN_VARIABLES.items():
-        if "token" in job.environment.args and job.environment.name.startswith(prefix):
-            raise no_token("environment.args", variable)
     try:
         inspect.signature(environment).bind(**job.environment.args)
     except TypeError as error:

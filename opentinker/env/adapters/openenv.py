@@ -32,7 +32,7 @@ class OpenEnvEnvironment(SeededEnvironment):
     The policy's text becomes the action's one text field (`action_field`), or is JSON if the action has several. What it sees
     is the observation's text field (`observation_field`), or all fields in words. A server with MCP tools has them declared as
     tools; a turn without a tool call ends the episode. `prompt` is a system message; `reset` are further reset arguments.
-    A bearer token comes from the file `token_file`, or from the variable OPENTINKER_OPENENV_TOKEN.
+    A bearer token comes from the file `token_file`, or from the variable OPENENV_TOKEN.
 
     Raises:
         ConfigError: an argument does not fit the server's action, or the token's file cannot be read.

@@ -14,10 +14,12 @@ from hosting_tools import TOKEN, Serve, hosted
 
 from opentinker.client.submission import prepare
 from opentinker.config.job import EnvironmentConfig, parse_job
+from opentinker.config.requirements import check_secrets
 from opentinker.env import remote
 from opentinker.env.environment import Action
 from opentinker.env.load import load_environment
 from opentinker.env.remote import remote_environment
+from opentinker.env.secret_files import TOKEN_VARIABLES
 from opentinker.env.tasks import ListTasks, Split, TaskSource
 from opentinker.errors import (
     AuthenticationError,
@@ -194,9 +196,13 @@ async def test_submitting_does_not_need_the_environments_server_or_its_token(
 @pytest.mark.parametrize("name", ["http://127.0.0.1:9", "https://h", "openenv:http://127.0.0.1:9"])
 def test_a_token_in_a_config_is_refused_before_the_config_is_stored(name: str) -> None:
     job = parse_job({"kind": "rl", "base_model": "m", "environment": {"name": name, "args": {"token": "a-secret-text"}}})
-    with pytest.raises(ConfigError, match=r"no place for a token.*token_file, or the variable OPENTINKER_") as raised:
+    with pytest.raises(ConfigError, match=r"no place for a token.*token_file, or the variable OPEN\w+_TOKEN") as raised:
         checked_environment(job)  # type: ignore[arg-type]
     assert "a-secret-text" not in str(raised.value)
+    secrets = {"A_VARIABLE_THAT_NO_MACHINE_HAS": "x"}  # so that the environment is not checked here
+    environment = job.environment.model_copy(update={"secrets": secrets})  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="no place for a token"):
+        prepare(job.model_copy(update={"environment": environment}))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +212,20 @@ def test_an_address_holds_no_secret_and_the_error_does_not_repeat_it(address: st
     with pytest.raises((ConfigError, EnvironmentLoadError), match="an environment server's address has no") as raised:
         load_environment(address)
     assert "a-secret-text" not in str(raised.value)
+
+
+def test_the_variables_with_tokens_can_be_secrets_of_a_submitted_job() -> None:
+    assert check_secrets(dict.fromkeys(TOKEN_VARIABLES.values(), "x"))
+
+
+def test_a_token_for_openenv_comes_from_a_file_or_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = load_environment("openenv:http://127.0.0.1:9")
+    monkeypatch.delenv("OPENENV_TOKEN", raising=False)
+    assert made()._headers == {}
+    monkeypatch.setenv("OPENENV_TOKEN", "from-the-variable")
+    assert made()._headers == {"Authorization": "Bearer from-the-variable"}
+    (tmp_path / "token").write_text("from-a-file\n")
+    assert made(token_file=str(tmp_path / "token"))._headers == {"Authorization": "Bearer from-a-file"}
 
 
 async def test_what_no_server_answers_is_given_up_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
