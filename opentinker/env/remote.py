@@ -28,6 +28,7 @@ from opentinker.errors import (
     EnvironmentFailedError,
     OpenTinkerError,
     RateLimitedError,
+    TooLargeError,
     UnavailableError,
 )
 
@@ -38,9 +39,7 @@ LOST_S = 20.0
 """How long a server that does not answer is tried again before its sessions are given up."""
 TASKS_S = 60.0
 CHECKED_TASKS = 500
-"""So many tasks of a file are shown to a hosted class that looks at them before any episode,"""
-CHECKED_BYTES = 2 * 2**20
-"""or as many as have this size."""
+"""So many tasks of a file, or as many as its server takes at once, are shown to a hosted class before any episode."""
 AHEAD = 0.2
 """A server is given less than the deadline by this part of it, and by this many seconds at most, so that its word on what was
 late arrives in time."""
@@ -251,9 +250,14 @@ class RemoteEnvironment(Environment):
         if not servers.info().get("checks_tasks"):
             return
         few = tasks.first(CHECKED_TASKS)
-        while len(few) > 1 and len(pack(few)) > CHECKED_BYTES:
-            few = few[: len(few) // 2]
-        servers.tasks("train", _constructor(args), "check_tasks", [], few)
+        while True:
+            try:
+                servers.tasks("train", _constructor(args), "check_tasks", [], few)
+                return
+            except TooLargeError:  # for the limit that this server has
+                if len(few) <= 1:
+                    raise
+                few = few[: max(1, len(few) // 4)]
 
     @classmethod
     def _asked_with(cls, args: Mapping[str, Any]) -> _Servers:

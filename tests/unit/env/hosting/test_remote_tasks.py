@@ -159,6 +159,14 @@ async def test_tasks_that_are_no_json_are_the_environments_error_and_the_server_
     assert await asyncio.to_thread(there.remote.make_task, 1) == Doer.make_task(1)
 
 
+async def test_as_many_tasks_are_shown_to_the_hosted_class_as_its_server_takes(serve: Serve) -> None:
+    there = await serve(Tasked, max_body_bytes=2000)
+    rows = ListTasks([{"name": f"{i} {'x' * 50}"} for i in range(400)], shuffle=False)
+    await asyncio.to_thread(there.remote.check_tasks, rows, {})
+    with pytest.raises(ConfigError, match="unfit name"):
+        await asyncio.to_thread(there.remote.check_tasks, rows, {"not_this": f"3 {'x' * 50}"})
+
+
 async def test_sample_actions_are_there_if_the_hosted_class_has_them(serve: Serve) -> None:
     with_them, without = await serve(Tasked), await serve(Doer)
     suggested = await asyncio.to_thread(lambda: with_them.remote.sample_actions({"name": "x"}))
