@@ -291,8 +291,6 @@ class Hub:
 
     def _forward_any(self, frame: Frame, reply: Reply) -> None:
         check_size(frame.body, self.settings.max_body_bytes, "a request")
-        if self.draining:
-            raise UnavailableError("the server is shutting down")
         self._task(self._tasks_made(frame, reply))
 
     async def _tasks_made(self, frame: Frame, reply: Reply) -> None:

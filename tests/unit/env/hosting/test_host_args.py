@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from typer.testing import CliRunner
 from opentinker.cli.main import app
 from opentinker.env.environment import Action, Environment
 from opentinker.env.load import load_environment
+from opentinker.env.processes import SessionFactory
 from opentinker.env.tasks import ListTasks, Split, TaskSource
+from opentinker.env.threads import UserThreads
 from opentinker.environments.registry import BUILT_IN
 from opentinker.errors import EnvironmentFailedError, EnvironmentLoadError, InvalidRequestError
 
@@ -87,6 +90,23 @@ async def test_a_client_that_sets_what_is_the_hosts_is_refused(serve: Serve, kin
             answer = await plain.post("/reset/batch" if "items" in body else "/reset", json=body)
             assert "only whoever hosts" in answer.text
     assert there.server.hub.sessions == 0
+
+
+class ProcessWalled(Walled):
+    """The same in a process of its own."""
+
+    execution = "process"
+
+
+async def test_in_a_run_of_ones_own_nothing_is_kept() -> None:
+    factory = SessionFactory(partial(ProcessWalled, wall="none"))
+    with UserThreads() as threads:
+        session = factory.session(threads)
+        try:
+            assert (await session.reset({}, 30))[0]["content"] == "none hello"
+        finally:
+            await session.close(10)
+            await factory.close()
 
 
 def _classes() -> Sequence[type[Environment]]:
