@@ -24,6 +24,7 @@ class Geo3k(Environment):
     """
 
     task_columns = COLUMNS
+    host_args = ("dataset", "held_out_dataset")
 
     def __init__(
         self,

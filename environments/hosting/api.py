@@ -7,7 +7,20 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from opentinker.env.frames import CLOSE, DONE, ERROR, FINALIZE, NO_SESSION, RESET, STEP, TASKS, error_of, pack, unpack
+from opentinker.env.frames import (
+    CLOSE,
+    DONE,
+    ERROR,
+    FINALIZE,
+    MAX_BODY_HINT,
+    NO_SESSION,
+    RESET,
+    STEP,
+    TASKS,
+    error_of,
+    pack,
+    unpack,
+)
 from opentinker.environments.hosting import json_values
 from opentinker.environments.hosting.auth import Token
 from opentinker.environments.hosting.hub import Hub
@@ -95,7 +108,7 @@ class Api:
         limit = self._hub.settings.max_body_bytes
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > limit:
-            raise TooLargeError(f"the body has {int(length):,} bytes; the limit is {limit:,}")
+            raise TooLargeError(f"the body has {int(length):,} bytes; the limit is {limit:,}", hint=MAX_BODY_HINT)
         parts, total, more = [], 0, True
         while more:
             event = await receive()
@@ -104,7 +117,7 @@ class Api:
             parts.append(event.get("body", b""))
             total += len(parts[-1])
             if total > limit:
-                raise TooLargeError(f"the body has more than {limit:,} bytes")
+                raise TooLargeError(f"the body has more than {limit:,} bytes", hint=MAX_BODY_HINT)
             more = event.get("more_body", False)
         return b"".join(parts)
 
@@ -153,7 +166,8 @@ class Api:
             method, numbers = "draw", [body.get("seed", 0), body.get("start", 0), body["count"]]
         elif method is None and "limit" in body:
             method, numbers = "first", [body["limit"]]
-        asked = pack([body.get("split", "train"), body.get("args", {}), method, numbers if numbers is not None else []])
+        numbers = numbers if numbers is not None else []
+        asked = pack([body.get("split", "train"), body.get("args", {}), method, numbers, body.get("tasks", [])])
         _, answer = await self._asked(TASKS, NO_SESSION, 0, body, asked, job)
         return {"result": unpack(answer)}
 

@@ -291,10 +291,32 @@ class Hub:
 
     def _forward_any(self, frame: Frame, reply: Reply) -> None:
         check_size(frame.body, self.settings.max_body_bytes, "a request")
-        worker = self.pool.anyone()
-        if worker is None:
-            raise UnavailableError("no worker process is ready")
-        worker.call(frame.op, frame.session, frame.turn, self._timeout(frame), frame.body, reply)
+        self._task(self._tasks_made(frame, reply))
+
+    async def _tasks_made(self, frame: Frame, reply: Reply) -> None:
+        """Where the worker ends over it, whoever's fault that is, another one is asked, once."""
+        ends = time.monotonic() + self._timeout(frame)
+        answer = problem_body(UnavailableError("the server is shutting down"))
+        try:
+            for _ in range(2):
+                worker = await self.pool.for_tasks(ends - time.monotonic())
+                left_s = max(0.001, ends - time.monotonic())
+                try:
+                    kind, answer = await worker.request(frame.op, frame.session, frame.turn, left_s, frame.body)
+                finally:
+                    self.pool.tasks_done(worker)
+                if kind != ERROR:
+                    reply(kind, answer)
+                    return
+                if not worker.ended or isinstance(error_of(answer), DeadlineError):
+                    break
+                answer = problem_body(EnvironmentFailedError(f"the worker that was asked for tasks was lost: {worker.cause}"))
+        except UnavailableError as error:
+            answer = problem_body(error)
+        except asyncio.CancelledError:
+            reply(ERROR, answer)
+            raise
+        reply(ERROR, answer)
 
     def _end(self, key: bytes, problem: bytes) -> None:
         """The session ends without its client's doing; the next request learns why."""

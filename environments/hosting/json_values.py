@@ -16,7 +16,10 @@ def dumps(value: Any) -> bytes:
     try:
         return json.dumps(value, default=_plain, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise EnvironmentFailedError(f"the environment gave what JSON cannot hold: {error}") from error
+        raise EnvironmentFailedError(
+            f"the environment gave what JSON cannot hold: {error}",
+            hint="tasks are JSON values: texts, finite numbers, lists, dicts",
+        ) from error
 
 
 def loads(body: bytes) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class WorkerPool:
         self._workers: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
         self._idle: dict[WorkerProcess, float] = {}
+        self._keeper: WorkerProcess | None = None
+        """With isolation 'process', the one that makes tasks, and keeps what it has loaded for them."""
         self._starting = 0
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
         self._pause_s = self._not_before = 0.0
@@ -106,9 +108,28 @@ class WorkerPool:
         why = f": {self._failure.detail}" if self._failure is not None else ""
         raise UnavailableError(f"no worker process is ready{why}")
 
-    def anyone(self) -> WorkerProcess | None:
-        """A worker for a request that belongs to no session."""
-        return next((worker for worker in self._workers if not worker.retiring), None)
+    async def for_tasks(self, timeout_s: float) -> WorkerProcess:
+        """A worker for a request that belongs to no session; `tasks_done` gives it back. With isolation 'process' it hosts no
+        session, so that neither can a late session take the request with it, nor a late request the session.
+
+        Raises:
+            UnavailableError: none was ready in time.
+        """
+        if self._keeper is not None and not self._keeper.ended:
+            return self._keeper
+        worker = self.pick() or await self.wait_for_one(timeout_s)
+        if not self.exclusive:
+            return worker
+        if self._keeper is None or self._keeper.ended:
+            self._keeper = worker
+        elif worker is not self._keeper:  # somebody else was faster
+            self.release(worker, clean=True)
+        return self._keeper
+
+    def tasks_done(self, worker: WorkerProcess) -> None:
+        """The request is answered."""
+        if not self.exclusive:
+            self.release(worker, clean=True)
 
     def release(self, worker: WorkerProcess, *, clean: bool) -> None:
         """A session of the worker is over; `clean` if its environment closed in order."""

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import uvicorn
@@ -31,12 +31,19 @@ class _Uvicorn(uvicorn.Server):
 
 
 class EnvironmentServer:
-    """One hosted class on one port. Port 0 takes a free one."""
+    """One hosted class on one port. Port 0 takes a free one. `args` are constructor arguments: those that the class keeps for
+    its host (`host_args`), and defaults for others."""
 
     def __init__(
-        self, reference: dict[str, Any], settings: HostSettings, token: Token, host: str = "127.0.0.1", port: int = 0
+        self,
+        reference: dict[str, Any],
+        settings: HostSettings,
+        token: Token,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        args: Mapping[str, Any] | None = None,
     ) -> None:
-        self.hub = Hub(reference, settings)
+        self.hub = Hub({**reference, "args": dict(args or {})}, settings)
         self.url = ""
         self._token = token
         self._host = host

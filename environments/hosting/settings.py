@@ -21,6 +21,6 @@ class HostSettings:
     call_timeout_s: float = 300.0
     """The longest deadline that a request may ask for, and the one of requests that ask for none."""
     max_body_bytes: int = 4 * 2**20
-    """Of a task or an action."""
+    """Of a task or an action; a larger one is refused."""
     drain_s: float = 30.0
     """After SIGTERM, how long open sessions may go on."""

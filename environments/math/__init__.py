@@ -27,6 +27,7 @@ class Math(Environment):
     """
 
     task_columns: ClassVar[tuple[str, ...]] = ("question", "answer")
+    host_args: ClassVar[tuple[str, ...]] = ("check_timeout_s",)
 
     def __init__(
         self,

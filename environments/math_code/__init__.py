@@ -68,6 +68,14 @@ class MathCode(Environment):
     """
 
     task_columns: ClassVar[tuple[str, ...]] = ("question", "answer")
+    host_args: ClassVar[tuple[str, ...]] = (
+        "sandbox",
+        "packages",
+        "call_timeout_s",
+        "memory_mib",
+        "output_chars",
+        "check_timeout_s",
+    )
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from opentinker.cli.common import err, out
+from opentinker.cli.env_arguments import EnvironmentArgument, constructor_arguments, environment_name
 from opentinker.client.local import API_KEY_VARIABLE
 from opentinker.errors import ConfigError
 
@@ -21,7 +22,15 @@ class IsolationChoice(StrEnum):
 
 
 def serve(
-    name: Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="A built-in environment, or path/to/file.py:Class.")],
+    name: EnvironmentArgument,
+    args: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Constructor arguments: KEY=VALUE (may be repeated), or one JSON object. Those that the class keeps for its "
+            "host (`host_args`) are set here only; others are defaults, which clients may change.",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8790,
     workers: Annotated[
@@ -39,6 +48,9 @@ def serve(
     ] = 900.0,
     call_timeout: Annotated[float, typer.Option(min=0.1, help="Longest seconds for one call of the environment.")] = 300.0,
     drain: Annotated[float, typer.Option(min=0.0, help="Seconds that open sessions may go on after SIGTERM or Ctrl-C.")] = 30.0,
+    max_body: Annotated[
+        int, typer.Option(min=1, max=32 * 2**20, help="Largest task or action, in bytes; one that is larger is answered 413.")
+    ] = (4 * 2**20),
     token_file: Annotated[
         Path | None, typer.Option(help="A file with the token that clients must show. Default: a new one, which is printed.")
     ] = None,
@@ -59,6 +71,7 @@ def serve(
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     os.environ.pop(API_KEY_VARIABLE, None)  # none of the environment's business
+    name, arguments = environment_name(name), constructor_arguments(args)
     shown = ""
     if token_file is not None:
         token = Token.from_file(token_file)
@@ -70,9 +83,10 @@ def serve(
         isolation=isolation.value if isolation else None,
         idle_timeout_s=idle_timeout,
         call_timeout_s=call_timeout,
+        max_body_bytes=max_body,
         drain_s=drain,
     )
-    server = EnvironmentServer({"name": name, "base_dir": str(Path.cwd())}, settings, token, host, port)
+    server = EnvironmentServer({"name": name, "base_dir": str(Path.cwd())}, settings, token, host, port, arguments)
 
     def ready(started: EnvironmentServer) -> None:
         out.print(f"{started.hub.info['name']} is hosted at [bold]{started.url}[/bold]", soft_wrap=True)

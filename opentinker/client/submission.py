@@ -15,9 +15,13 @@ from opentinker.client.functions import (
 from opentinker.client.task_files import check_example_files, check_task_files, named, task_files, travelling
 from opentinker.config.base import apply_overrides, read_yaml
 from opentinker.config.job import InferenceJobConfig, JobConfig, RLJobConfig, SFTJobConfig, parse_job
-from opentinker.errors import ConfigError
-from opentinker.training.run import checked_environment
+from opentinker.env.deadline import context_with
+from opentinker.env.secret_files import TokenFileError
+from opentinker.errors import AuthenticationError, ConfigError, DeadlineError, UnavailableError
+from opentinker.training.run import check_no_secrets, checked_environment
 
+ASK_S = 5.0
+"""A server of the environment that does not answer within this time cannot be asked from here."""
 JobSource = JobConfig | Mapping[str, Any] | str | Path
 """A job's config, its fields, or a YAML file with them; without a kind it is `rl`."""
 
@@ -31,7 +35,8 @@ class Submission:
     folder: Path | None
     """The folder of the environment's file; None for a built-in environment."""
     lacking: Sequence[str]
-    """Packages and variables that the environment needs and this process does not have: the environment is not checked here."""
+    """What the environment needs and this process does not have: packages, variables, a server that answers. The environment,
+    or its tasks, are not checked here."""
     files: Mapping[str, Path] = field(default_factory=dict)
     """What travels if no folder does: files of tasks, examples or the algorithm's function, by their names there."""
 
@@ -78,6 +83,7 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
         return Submission(named(job, names), None, (), {names[key]: examples[key] for key in names})
     if not isinstance(job, RLJobConfig):
         return Submission(job, None, ())
+    check_no_secrets(job)  # also where the environment itself is not checked here
     file = environment_file(job, beside)
     folder = file.parent if file else None
     if file is not None:
@@ -92,8 +98,13 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
     if not absent:
         environment = checked_environment(job, folder)
         refuse_adapter_functions(job, environment)
-        check_task_files(job, tasks, environment)
         check_algorithm(job, function)
+        try:
+            context_with(ASK_S).run(check_task_files, job, tasks, environment)
+        except (UnavailableError, AuthenticationError, DeadlineError) as error:  # the cluster may reach it, and has the token
+            absent = [f"the environment server's answer ({error.detail})"]
+        except TokenFileError as error:
+            absent = [f"the environment's token file ({error.detail})"]
     return Submission(job, folder, absent, {names[key]: files[key] for key in names})
 
 

@@ -76,10 +76,12 @@ def check_task_files(config: RLJobConfig, files: Mapping[str, Path], environment
 
     Raises:
         ConfigError: a file cannot be read, is empty, or lacks a column.
+        UnavailableError, AuthenticationError: the environment is on a server that cannot be asked from here.
     """
     for field, tasks in _given(config).items():
         if field in files:
-            load_tasks(str(files[field]), columns=tasks.columns, required=environment.task_columns)
+            required = environment.required_columns(config.environment.args)
+            load_tasks(str(files[field]), columns=tasks.columns, required=required)
 
 
 def check_example_files(config: SFTJobConfig, files: Mapping[str, Path]) -> None:

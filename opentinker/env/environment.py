@@ -85,6 +85,9 @@ class Environment:
     """Where an episode's plain methods run. A process can be killed when a call hangs, whatever it is doing."""
     task_columns: ClassVar[tuple[str, ...]] = ()
     """Keys that a task must have; checked when tasks come from a file or a dataset."""
+    host_args: ClassVar[tuple[str, ...]] = ()
+    """Constructor arguments that, on a server, only whoever hosts may set (`env serve --args`): walls and limits, files to
+    load, addresses to connect to. "*" stands for all arguments. Those of base classes count too."""
     tools: Sequence[Tool] = ()
     """Given to the chat template; read after `reset`."""
 
@@ -102,6 +105,11 @@ class Environment:
     def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
         """Where the tasks of a split come from; `args` are the constructor's arguments."""
         return GeneratedTasks(cls.make_task) if split == "train" else ListTasks(cls.held_out_tasks(), shuffle=False)
+
+    @classmethod
+    def required_columns(cls, args: Mapping[str, Any]) -> tuple[str, ...]:
+        """`task_columns`, for an environment with these arguments."""
+        return cls.task_columns
 
     @classmethod
     def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:

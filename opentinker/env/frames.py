@@ -38,6 +38,7 @@ _LENGTH_BYTES = 4
 _IMAGE, _BIG_INT = 1, 2
 MAX_ANSWER_BYTES = 64 * 2**20
 """Of an observation with its images, or of a list of tasks."""
+MAX_BODY_HINT = "on the server, `opentinker env serve --max-body BYTES` allows more"
 MAX_FRAME_BYTES = 256 * 2**20
 """A length beyond this is no frame but an accident."""
 
@@ -167,7 +168,7 @@ def check_size(body: bytes, limit: int, what: str) -> None:
         TooLargeError: it is.
     """
     if len(body) > limit:
-        raise TooLargeError(f"{what} has {len(body):,} bytes; the limit is {limit:,}")
+        raise TooLargeError(f"{what} has {len(body):,} bytes; the limit is {limit:,}", hint=MAX_BODY_HINT)
 
 
 def _encode(value: Any) -> Any:

@@ -29,8 +29,9 @@ from opentinker.env.frames import (
     unpack,
 )
 from opentinker.env.leader import Call, Executor
-from opentinker.env.tasks import TaskSource
+from opentinker.env.tasks import ListTasks, TaskSource
 from opentinker.errors import (
+    ConfigError,
     ConflictError,
     DeadlineError,
     EnvironmentFailedError,
@@ -42,8 +43,18 @@ from opentinker.errors import (
 Outcome = tuple[int, bytes]
 """The kind of an answer and its body."""
 Convert = Callable[[Any], Outcome]
-_METHODS = {"make_task": 1, "held_out_tasks": 1, "draw": 3, "first": 1, "size": 0}
+_METHODS = {
+    "make_task": 1,
+    "held_out_tasks": 1,
+    "draw": 3,
+    "first": 1,
+    "size": 0,
+    "check_tasks": 0,
+    "sample_actions": 0,
+}
 """What can be asked about tasks, and how many numbers go with it."""
+_ABOUT_TASKS = ("check_tasks", "sample_actions")
+MAX_ACTIONS = 10_000
 _HOW_TO_ASK = "draw [seed, start, count], first [limit], size []"
 _DONE = "the episode is done"
 
@@ -69,10 +80,13 @@ class Session:
 
 
 class Host:
-    """The environments of one class in this process."""
+    """The environments of one class in this process. `given` are the constructor's arguments that whoever hosts has set, None
+    where those who ask are the same as those who host."""
 
-    def __init__(self, environment: type[Environment], executor: Executor) -> None:
+    def __init__(self, environment: type[Environment], executor: Executor, given: Mapping[str, Any] | None = None) -> None:
         self._class = environment
+        self._given = given
+        self._reserved = frozenset(name for base in environment.__mro__ for name in vars(base).get("host_args", ()))
         self._executor = executor
         self._sessions: dict[bytes, Session] = {}
         self._sources: dict[bytes, TaskSource] = {}
@@ -89,6 +103,8 @@ class Host:
             "task_columns": list(self._class.task_columns),
             "tools": list(self._class.tools) if isinstance(self._class.tools, list | tuple) else [],
             "finalizes": self.finalizes,
+            "checks_tasks": _overrides_check(self._class),
+            "sample_actions": callable(getattr(self._class, "sample_actions", None)),
         }
 
     def begin(self, frame: Frame) -> Call | None:
@@ -126,6 +142,7 @@ class Host:
                 pass
             case _:
                 raise InvalidRequestError("a reset needs the constructor's arguments, a dict, and the task")
+        args = self._arguments(args)
         session = self._sessions[frame.session] = Session()
         session.asked = asked
         name = self._class.__name__
@@ -201,23 +218,42 @@ class Host:
 
     def _tasks(self, frame: Frame) -> Call:
         match unpack(frame.body):
-            case ["train" | "held_out" as split, dict() as args, str() as method, list() as numbers]:
-                pass
+            case ["train" | "held_out" as split, dict() as args, str() as method, list() as numbers, *rest]:
+                given = rest[0] if rest else []
             case _:
                 raise InvalidRequestError("tasks are asked for with a split ('train', 'held_out'), arguments and a method")
         if not all(isinstance(number, int) for number in numbers):
             raise InvalidRequestError("seeds, places and counts must be integers")
         if len(numbers) != _METHODS.get(method):
             raise InvalidRequestError(f"there is no method '{method}' with {len(numbers)} numbers", hint=_HOW_TO_ASK)
-        what = f"{self._class.__name__}.task_source"
+        if not isinstance(given, list):
+            raise InvalidRequestError("the tasks to look at must be a list")
+        if method == "sample_actions" and (len(given) != 1 or not hasattr(self._class, "sample_actions")):
+            raise InvalidRequestError("sample_actions takes one task, and a class that has this method")
+        args = self._arguments(args)
+        what = f"{self._class.__name__}.{method if method in _ABOUT_TASKS else 'task_source'}"
 
         def run(call: Call) -> Outcome:
+            wrong: ConfigError | None = None
+            result: Any = None
             with self._sources_lock, reported(what, self._class.task_source):
-                return OK, _packed(self._asked(split, args, method, numbers), what)
+                try:
+                    result = self._asked(split, args, method, numbers, given)
+                except ConfigError as error:  # written for whoever configures the job: it stays what it is
+                    wrong = error
+            if wrong is not None:
+                raise wrong
+            return OK, _packed(result, what)
 
         return self._call(Session(), frame, run, what)
 
-    def _asked(self, split: Any, args: Mapping[str, Any], method: str, numbers: list[int]) -> Any:
+    def _asked(self, split: Any, args: Mapping[str, Any], method: str, numbers: list[int], given: list[Any]) -> Any:
+        if method == "check_tasks":
+            self._class.check_tasks(ListTasks(given, shuffle=False), args)
+            return None
+        if method == "sample_actions":
+            suggest: Callable[[Any], Any] = getattr(self._class, "sample_actions")  # noqa: B009 - only some classes have it
+            return list(islice(suggest(given[0]), MAX_ACTIONS))
         if method == "make_task":
             return self._class.make_task(*numbers)
         if method == "held_out_tasks":
@@ -229,6 +265,18 @@ class Host:
         if method == "size":
             return source.size
         return source.draw(*numbers) if method == "draw" else source.first(*numbers)
+
+    def _arguments(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What the constructor gets when a client asks for these arguments."""
+        if self._given is None:
+            return dict(asked)
+        refused = sorted(str(name) for name in asked if name in self._reserved or "*" in self._reserved)
+        if refused:
+            raise InvalidRequestError(
+                f"only whoever hosts {self._class.__name__} may set {', '.join(refused)}",
+                hint=f"leave it out of environment.args; on the server: opentinker env serve ... --args {refused[0]}=VALUE",
+            )
+        return {**self._given, **asked}
 
     def _repeated(self, session: Session, frame: Frame) -> bool:
         """Whether this is a request that runs, which it then waits for, or the last one, whose answer is repeated."""
@@ -283,6 +331,11 @@ class Host:
             self._coroutines.start(call, value, what, function, convert)
             return None
         return convert(value)
+
+
+def _overrides_check(environment: type[Environment]) -> bool:
+    base: Any = Environment.check_tasks
+    return getattr(environment.check_tasks, "__func__", None) is not base.__func__
 
 
 def _stepped(result: Any, what: str) -> Outcome:

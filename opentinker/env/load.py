@@ -140,6 +140,8 @@ def _checked(value: object, name: str) -> type[Environment]:
     missing = [method for method in ("reset", "step") if getattr(value, method) is getattr(Environment, method)]
     if missing:
         raise EnvironmentLoadError(f"{value.__name__} defines no {' and no '.join(missing)}")
+    if isinstance(value.host_args, str):
+        raise EnvironmentLoadError(f"{value.__name__}.host_args is a text", hint=f"it is a tuple: ({value.host_args!r},)")
     if value.execution not in ("thread", "process"):
         raise EnvironmentLoadError(f"{value.__name__}.execution is {value.execution!r}", hint="it is 'thread' or 'process'")
     return value

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -19,22 +19,27 @@ from opentinker.env.environment import Action, Environment, StepResult, Tool
 from opentinker.env.frames import CLOSE, DONE, ERROR, FINALIZE, RESET, STEP, error_of, pack, unpack
 from opentinker.env.remote_stream import JOB_VARIABLE, Link, StreamLostError, link_to
 from opentinker.env.ring import Ring
+from opentinker.env.secret_files import REMOTE_VARIABLE, no_token, read_token
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import (
+    AuthenticationError,
     ConfigError,
     DeadlineError,
     EnvironmentFailedError,
     OpenTinkerError,
     RateLimitedError,
+    TooLargeError,
     UnavailableError,
 )
 
-TOKEN_VARIABLE = "OPENTINKER_ENV_TOKEN"
+TOKEN_VARIABLE = REMOTE_VARIABLE
 CALL_S = 300.0
 """Deadline of a call that has no other."""
 LOST_S = 20.0
 """How long a server that does not answer is tried again before its sessions are given up."""
 TASKS_S = 60.0
+CHECKED_TASKS = 500
+"""So many tasks of a file, or as many as its server takes at once, are shown to a hosted class before any episode."""
 AHEAD = 0.2
 """A server is given less than the deadline by this part of it, and by this many seconds at most, so that its word on what was
 late arrives in time."""
@@ -55,15 +60,7 @@ class _Servers:
 
     def token(self) -> str:
         """The token that was given, or that of the file, or that of the variable, or none."""
-        if self._token is not None:
-            return self._token
-        if self._token_file is not None:
-            try:
-                return Path(self._token_file).expanduser().read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                why = error.strerror if isinstance(error, OSError) else "it is not text"
-                raise ConfigError(f"cannot read the environment's token file: {why}") from None
-        return os.environ.get(TOKEN_VARIABLE, "")
+        return read_token(self._token_file, TOKEN_VARIABLE) if self._token is None else self._token
 
     def with_file(self, token_file: str | Path | None) -> "_Servers":
         """The same servers, with the token of a file."""
@@ -78,21 +75,37 @@ class _Servers:
             self._info = dict(self._http("GET", "/info", None))
         return self._info
 
-    def tasks(self, split: str, args: Mapping[str, Any], method: str, numbers: Sequence[int]) -> Any:
-        """Ask for tasks; blocks."""
+    def tasks(self, split: str, args: Mapping[str, Any], method: str, numbers: Sequence[int], tasks: Sequence[Any] = ()) -> Any:
+        """Ask for tasks, or something about the given ones; blocks."""
         body = {"split": split, "args": dict(args), "method": method, "numbers": list(numbers)}
-        return self._http("POST", "/tasks", body)["result"]
+        return self._http("POST", "/tasks", {**body, "tasks": list(tasks)} if tasks else body)["result"]
 
     def _http(self, method: str, path: str, body: Any) -> Any:
-        headers = {"Authorization": f"Bearer {self.token()}"}
+        """The answer of a server; as with sessions, servers that do not answer are tried again for a while."""
+        ends = time.monotonic() + min(LOST_S, left_s(CALL_S))
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return self._http_once(method, path, body)
+            except UnavailableError:
+                wait_s = pause_s * random.uniform(0.5, 1.0)
+                if time.monotonic() + wait_s > ends:
+                    raise
+            time.sleep(wait_s)
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    def _http_once(self, method: str, path: str, body: Any) -> Any:
+        limit_s = max(0.001, left_s(TASKS_S))
+        # httpx refuses an empty token, and the server's own word on a missing one says what to do.
+        headers = {"Authorization": f"Bearer {token}"} if (token := self.token()) else {}
         if job := os.environ.get(JOB_VARIABLE):
             headers["X-OpenTinker-Job"] = job
         error: OpenTinkerError | None = None
         for url in self.ring.order(b"", time.monotonic()):
             try:
-                response = httpx.request(method, url + path, json=body, headers=headers, timeout=TASKS_S)
+                response = httpx.request(method, url + path, json=body, headers=headers, timeout=limit_s)
             except httpx.TimeoutException:
-                error = DeadlineError(f"the environment server {url} did not answer within {TASKS_S:.0f} s")
+                error = DeadlineError(f"the environment server {url} did not answer within {limit_s:.3g} s")
             except httpx.HTTPError as cause:
                 self.ring.failed(url, time.monotonic())
                 error = UnavailableError(
@@ -100,6 +113,7 @@ class _Servers:
                 )
             else:
                 if response.is_success:
+                    self.ring.answered(url)
                     return response.json()
                 error = http_error(response, url)
                 if not isinstance(error, UnavailableError):
@@ -124,6 +138,20 @@ class _Remote:
     def __get__(self, instance: Any, owner: type["RemoteEnvironment"]) -> Any:
         servers = owner.servers
         return self._default if servers is None else tuple(servers.info().get(self._name, self._default))
+
+
+class _SampleActions:
+    """`sample_actions(task)` of the hosted class; there is no such attribute if it has none."""
+
+    def __get__(self, instance: Any, owner: type["RemoteEnvironment"]) -> Any:
+        servers = owner.servers
+        try:
+            known = servers is not None and servers.info().get("sample_actions")
+        except AuthenticationError as error:  # the token may be in a file that only the arguments name
+            raise AttributeError(f"sample_actions cannot be asked for: {error}") from error
+        if servers is None or not known:
+            raise AttributeError("the hosted class has no sample_actions")
+        return lambda task: servers.tasks("train", {}, "sample_actions", [], [task])
 
 
 class RemoteTaskSource(TaskSource):
@@ -164,7 +192,9 @@ class RemoteEnvironment(Environment):
     """
 
     servers: ClassVar[_Servers | None] = None
+    host_args: ClassVar[tuple[str, ...]] = ("token", "token_file")
     task_columns = _Remote("task_columns", ())
+    sample_actions = _SampleActions()
 
     def __init__(
         self,
@@ -180,10 +210,7 @@ class RemoteEnvironment(Environment):
             named = _split(urls)
             self._servers = _servers(tuple(named), token, str(token_file) if token_file is not None else None)
         elif token is not None:
-            raise ConfigError(
-                "environment.args is no place for a token: configs are stored and shown",
-                hint=f"use token_file, or the variable {TOKEN_VARIABLE} (environment.secrets brings it to a submitted job)",
-            )
+            raise no_token("environment.args", TOKEN_VARIABLE)
         else:
             self._servers = given.with_file(token_file)
         self._args = args
@@ -207,9 +234,35 @@ class RemoteEnvironment(Environment):
 
     @classmethod
     def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
+        return RemoteTaskSource(cls._asked_with(args), split, _constructor(args))
+
+    @classmethod
+    def required_columns(cls, args: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(cls._asked_with(args).info().get("task_columns", ()))
+
+    @classmethod
+    def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            OpenTinkerError: what the server reports, of the first tasks; UnavailableError when none answers.
+        """
+        servers = cls._asked_with(args)
+        if not servers.info().get("checks_tasks"):
+            return
+        few = tasks.first(CHECKED_TASKS)
+        while True:
+            try:
+                servers.tasks("train", _constructor(args), "check_tasks", [], few)
+                return
+            except TooLargeError:  # for the limit that this server has
+                if len(few) <= 1:
+                    raise
+                few = few[: max(1, len(few) // 4)]
+
+    @classmethod
+    def _asked_with(cls, args: Mapping[str, Any]) -> _Servers:
         assert cls.servers is not None, "use the class that remote_environment gives"
-        rest = {name: value for name, value in args.items() if name != "token_file"}
-        return RemoteTaskSource(cls.servers.with_file(args.get("token_file")), split, rest)
+        return cls.servers.with_file(args.get("token_file"))
 
     async def reset(self, task: Any) -> list[Any]:
         """
@@ -371,6 +424,11 @@ class RemoteEnvironment(Environment):
         return body
 
 
+def _constructor(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the configured arguments those that go to the hosted class."""
+    return {name: value for name, value in args.items() if name != "token_file"}
+
+
 def _left_s() -> float:
     return max(0.001, left_s(CALL_S))
 
@@ -394,12 +452,22 @@ def _split(urls: str | Sequence[str]) -> list[str]:
     return [url.strip() for url in given if url.strip()]
 
 
+def _more(parts: SplitResult) -> dict[str, bool]:
+    return {"user or password": "@" in parts.netloc, "query": bool(parts.query), "fragment": bool(parts.fragment)}
+
+
 def _checked_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        more = [part for part, given in _more(parts).items() if given]
     except ValueError:
-        usable = False
+        usable, more = False, []
+    if more:  # the address itself is not repeated: it may hold a password
+        raise ConfigError(
+            f"an environment server's address has no {' and no '.join(more)}",
+            hint=f"such as http://127.0.0.1:8790; the token goes into the variable {TOKEN_VARIABLE}, or a token_file",
+        )
     if not usable:
         raise ConfigError(f"'{url}' is not an environment server's address", hint="such as http://127.0.0.1:8790")
     return url.rstrip("/")

@@ -1,7 +1,9 @@
 """Rows of datasets as JSON values, so that a task can be logged, and sent to an environment elsewhere."""
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,26 @@ class JsonRows(Sequence[Any]):
 
 
 def json_value(value: Any, name: str = "a value") -> Any:
-    """An image (decoded, encoded, or {"bytes": ..., "path": ...} as `datasets` keeps it) becomes a data URL, a date its text.
+    """An image (decoded, encoded, or {"bytes": ..., "path": ...} as `datasets` keeps it) becomes a data URL, a date or a
+    decimal number its text. What is not there is None: a number that is NaN or infinite, which JSON does not have, and an
+    image without bytes and path.
 
     Raises:
         ConfigError: it is bytes that are no image.
     """
     match value:
+        case {"bytes": None, "path": None, **rest} if not rest:
+            return None
         case {"bytes": encoded, "path": path, **rest} if not rest:
             value = encoded if encoded is not None else Path(str(path))
         case Mapping():
             return {str(key): json_value(inner, name) for key, inner in value.items()}
         case list() | tuple():
             return [json_value(inner, name) for inner in value]
-        case date() | time() | timedelta():  # a datetime is a date
+        case date() | time() | timedelta() | Decimal():  # a datetime is a date
             return str(value)
+        case float() if not math.isfinite(value):
+            return None
     is_picture = callable(getattr(value, "save", None)) and hasattr(value, "mode")
     if not is_picture and not isinstance(value, bytes | Path | Image):
         return value

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import inspect
 import os
 import signal
 import socket
@@ -49,8 +50,10 @@ def main(descriptor: int, parent: int) -> None:
                 os._exit(0)  # the parent is gone
 
     (first,) = read()
+    reference = unpack(first.body)
     try:
-        environment = load_reference(unpack(first.body))
+        environment = load_reference(reference)
+        _check_arguments(environment, reference.get("args") or {})
     except OpenTinkerError as error:
         send(_hello(ERROR, problem_body(error)))
         return
@@ -60,7 +63,7 @@ def main(descriptor: int, parent: int) -> None:
         return host.begin(frame)
 
     executor = Executor(read, send, begin, lambda: host.retire())
-    host = Host(environment, executor)
+    host = Host(environment, executor, reference.get("args"))
     try:
         ready = pack(host.info())
     except OpenTinkerError as error:
@@ -90,6 +93,14 @@ def load_reference(reference: dict[str, Any]) -> type[Environment]:
             hint="put the class into a module or file that can be imported by itself",
         ) from error
     return load_environment(found)
+
+
+def _check_arguments(environment: type[Environment], args: dict[str, Any]) -> None:
+    """A server that could not construct anything must not start."""
+    try:
+        inspect.signature(environment).bind_partial(**args)
+    except TypeError as error:
+        raise EnvironmentLoadError(f"--args: {environment.__name__} does not take them: {error}") from None
 
 
 def _hello(kind: int, body: bytes) -> bytes:

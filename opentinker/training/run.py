@@ -14,6 +14,7 @@ from opentinker.config.base import parse_config
 from opentinker.config.job import JobConfig, RLJobConfig, SFTJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
+from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
 from opentinker.errors import ConfigError
 from opentinker.training.metrics import Row, summarize
 from opentinker.training.progress import row_line
@@ -159,6 +160,19 @@ def last_checkpoint(run_dir: Path) -> int | None:
     return max((int(step) for name in names if (step := name.removeprefix("step-")).isdigit()), default=None)
 
 
+def check_no_secrets(job: RLJobConfig) -> None:
+    """A config is stored and shown, so that no part of it may hold what opens an environment's server. Asks no server.
+
+    Raises:
+        ConfigError: it has a token, or an address with a login.
+    """
+    for prefix, variable in TOKEN_VARIABLES.items():
+        if job.environment.name.startswith(prefix) and "token" in job.environment.args:
+            raise no_token("environment.args", variable)
+    if job.environment.name.startswith(("http://", "https://")):
+        load_environment(job.environment.name)  # looks at the addresses
+
+
 def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[Environment]:
     """The job's environment class, after a check that its constructor takes the configured arguments.
 
@@ -166,6 +180,7 @@ def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[
         EnvironmentLoadError: it cannot be imported.
         ConfigError: the arguments do not fit.
     """
+    check_no_secrets(job)
     environment = load_environment(job.environment.name, base_dir=base_dir)
     check_arguments(environment, job.environment.args)
     return environment

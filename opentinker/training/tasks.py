@@ -89,7 +89,7 @@ class JobTasks:
             limit=given.limit,
             shuffle=given.shuffle,
             base_dir=self._base_dir,
-            required=self._environment.task_columns,
+            required=self._environment.required_columns(self._config.args),
         )
         self._environment.check_tasks(tasks, self._config.args)
         return tasks

@@ -30,6 +30,8 @@ class GymnasiumEnvironment(SeededEnvironment):
     """
 
     spec_id: ClassVar[str]
+    host_args: ClassVar[tuple[str, ...]] = ("codec", "xml_file")
+    """What loads files."""
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from opentinker.env.adapters.codecs import in_words
 from opentinker.env.adapters.common import SeededEnvironment, adapted, answer_of, require, seed_of
 from opentinker.env.environment import Action, Environment, Message, StepResult
 from opentinker.env.parsing import tool_calls
+from opentinker.env.secret_files import OPENENV_VARIABLE, read_token
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EnvironmentFailedError, EnvironmentLoadError
 
@@ -30,13 +32,15 @@ class OpenEnvEnvironment(SeededEnvironment):
     The policy's text becomes the action's one text field (`action_field`), or is JSON if the action has several. What it sees
     is the observation's text field (`observation_field`), or all fields in words. A server with MCP tools has them declared as
     tools; a turn without a tool call ends the episode. `prompt` is a system message; `reset` are further reset arguments.
+    A bearer token comes from the file `token_file`, or from the variable OPENENV_TOKEN.
 
     Raises:
-        ConfigError: an argument does not fit the server's action.
+        ConfigError: an argument does not fit the server's action, or the token's file cannot be read.
         EnvironmentLoadError: the server cannot be reached.
     """
 
     url: ClassVar[str]
+    host_args: ClassVar[tuple[str, ...]] = ("token_file",)
     schema: ClassVar[Mapping[str, Any] | None] = None
     """The server's, once it has been asked."""
 
@@ -46,8 +50,9 @@ class OpenEnvEnvironment(SeededEnvironment):
         observation_field: str = "",
         prompt: str = "",
         reset: Mapping[str, Any] | None = None,
-        token: str = "",
+        token_file: str | Path | None = None,
     ) -> None:
+        token = read_token(token_file, OPENENV_VARIABLE)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._action_field = action_field
         self._observation_field = observation_field

@@ -39,6 +39,8 @@ class PettingZooEnvironment(SeededEnvironment):
     """
 
     module: ClassVar[str]
+    host_args: ClassVar[tuple[str, ...]] = ("opponent", "codec")
+    """What loads files."""
 
     def __init__(
         self,

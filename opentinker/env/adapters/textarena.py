@@ -40,6 +40,8 @@ class TextArenaEnvironment(SeededEnvironment):
     """
 
     game: ClassVar[str]
+    host_args: ClassVar[tuple[str, ...]] = ("opponent",)
+    """It may load a file."""
 
     def __init__(self, opponent: OpponentChoice = "random", players: int | None = None, **options: Any) -> None:
         self._opponent = opponent_of(opponent, self._at_random)

@@ -34,6 +34,8 @@ class VerifiersEnvironment(DialogueEnvironment):
     """
 
     environment_id: ClassVar[str]
+    host_args: ClassVar[tuple[str, ...]] = ("*",)
+    """What a package of others does with its arguments, loading data or asking a judge elsewhere, is not known here."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

@@ -43,6 +43,8 @@ class TasksetEnvironment(DialogueEnvironment):
     """
 
     taskset_id: ClassVar[str]
+    host_args: ClassVar[tuple[str, ...]] = ("*",)
+    """What a package of others does with its arguments, loading data or asking a judge elsewhere, is not known here."""
 
     def __init__(self, held_out: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 import json
 from datetime import date, datetime, timedelta
+from decimal import Decimal
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ def test_other_values_stay_as_they_are_and_dates_become_text() -> None:
     assert json_value(row) == row
     dates = [date(2026, 1, 2), datetime(2026, 1, 2, 3), timedelta(hours=1)]
     assert json_value(dates) == ["2026-01-02", "2026-01-02 03:00:00", "1:00:00"]
+
+
+def test_what_json_has_no_word_for_is_none_or_text() -> None:
+    row = {"nan": float("nan"), "far": float("-inf"), "price": Decimal("1.50"), "picture": {"bytes": None, "path": None}}
+    found = json_value(row)
+    assert found == {"nan": None, "far": None, "price": "1.50", "picture": None}
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
 def test_bytes_that_are_no_image_name_their_column() -> None:

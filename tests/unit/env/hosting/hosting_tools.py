@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +35,11 @@ Serve = Callable[..., Awaitable[Hosted]]
 
 
 @asynccontextmanager
-async def hosted(environment: type[Environment], port: int = 0, **settings: Any) -> AsyncIterator[Hosted]:
-    defaults = {"workers": 1, "drain_s": 0.0}
-    server = EnvironmentServer(reference_of(environment), HostSettings(**{**defaults, **settings}), Token(TOKEN), port=port)
+async def hosted(
+    environment: type[Environment], port: int = 0, args: Mapping[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Hosted]:
+    chosen = HostSettings(**{"workers": 1, "drain_s": 0.0, **settings})
+    server = EnvironmentServer(reference_of(environment), chosen, Token(TOKEN), port=port, args=args)
     await server.start()
     pids = server.hub.pool.pids
     try:

@@ -128,7 +128,7 @@ async def test_with_a_process_each_a_late_session_costs_its_process_only(serve: 
         await asyncio.gather(*(s.reset({}, 10) for s in sessions))
         pids = [(await s.step(Action("pid"), 5)).observation[0]["content"] for s in sessions]  # type: ignore[index, call-overload]
         assert len(set(pids)) == 4
-        with pytest.raises(DeadlineError, match=r"Doer\.step did not return within 0\.8 s"):
+        with pytest.raises(DeadlineError, match=r"step did not return within"):
             await sessions[0].step(Action("hold 30"), 1.0)
         with pytest.raises(EnvironmentFailedError, match="the session was lost: its worker process exited with code 5"):
             await sessions[1].step(Action("die 5"), 5)
