@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 from PIL import ImageDraw
-from test_server import Server, serving
+from server_tools import Server, serving
 from trainer_tools import assert_same, weights
 from vlm_tools import IMAGE_SIZE, build_tiny_vlm
 

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from test_server import FAST, LORA, Server, serving
+from server_tools import FAST, LORA, Server, serving
 from trainer_tools import gradients
 from vlm_tools import IMAGE_TOKENS, build_tiny_vlm, picture
 

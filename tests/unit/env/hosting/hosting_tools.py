@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import re
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from opentinker.environments.hosting.serve import EnvironmentServer
 from opentinker.environments.hosting.settings import HostSettings
 
 TOKEN = "a-token-of-these-tests"
+HERE = Path(__file__).parent
 
 
 @dataclass
@@ -76,3 +80,26 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < ends, "it did not happen"
         await asyncio.sleep(0.01)
+
+
+@contextmanager
+def command(
+    *options: str, name: str = f"{HERE}/hosted_environments.py:Doer"
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """`opentinker env serve`, its address and its token."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "opentinker", "env", "serve", name, "--port", "0", "--workers", "2", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        first = process.stdout.readline()
+        url = re.search(r"http://\S+", first)
+        assert url is not None, first + process.stdout.read()
+        token = process.stdout.readline().removeprefix("token: ").strip() if "--token-file" not in options else TOKEN
+        yield process, url[0], token
+    finally:
+        process.kill()
+        process.wait()

@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from hosted_environments import Doer
-from hosting_tools import TOKEN, Serve
-from test_server import command
+from hosting_tools import TOKEN, Serve, command
 from typer.testing import CliRunner
 
 from opentinker.cli.main import app

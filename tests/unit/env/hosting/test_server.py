@@ -3,13 +3,9 @@
 import asyncio
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ import httpx
 import psutil
 import pytest
 from hosted_environments import TOOL, Doer, png
-from hosting_tools import TOKEN, Hosted, Serve, alive, until
+from hosting_tools import TOKEN, Hosted, Serve, alive, command, until
 from typer.testing import CliRunner
 
 from opentinker.cli.main import app
@@ -25,8 +21,6 @@ from opentinker.env.environment import Action
 from opentinker.env.remote import remote_environment
 from opentinker.errors import EnvironmentFailedError
 from opentinker.images import Image
-
-HERE = Path(__file__).parent
 
 
 class Curl:
@@ -265,29 +259,6 @@ class Stubborn(ot.Environment):
     await asyncio.gather(other.close(), spinning.close())
     await until(lambda: there.server.hub.pool.ready == 1)
     await until(lambda: not alive(first[0]))
-
-
-@contextmanager
-def command(
-    *options: str, name: str = f"{HERE}/hosted_environments.py:Doer"
-) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """`opentinker env serve`, its address and its token."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "opentinker", "env", "serve", name, "--port", "0", "--workers", "2", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        first = process.stdout.readline()
-        url = re.search(r"http://\S+", first)
-        assert url is not None, first + process.stdout.read()
-        token = process.stdout.readline().removeprefix("token: ").strip() if "--token-file" not in options else TOKEN
-        yield process, url[0], token
-    finally:
-        process.kill()
-        process.wait()
 
 
 async def test_a_server_that_is_told_to_end_lets_sessions_end_and_leaves_no_process(
