@@ -182,7 +182,7 @@ def test_it_runs_without_our_open_files(walled: PythonSandbox, tmp_path: Path) -
         os.set_inheritable(file.fileno(), True)
         with PythonSandbox(walled._walls) as later:
             result = run(
-                later, "import os\nfor n in range(3, 64):\n  try: print(n, oct(os.fstat(n).st_mode))\n  except OSError: pass"
+                later, "import os\nfor n in range(3, 4096):\n  try: print(n, oct(os.fstat(n).st_mode))\n  except OSError: pass"
             )
     kinds = {line.split()[1][:-4] for line in result.output.splitlines()}
     assert kinds <= {"0o10", "0o1"}, result.output  # pipes: the requests and the replies
@@ -407,7 +407,7 @@ def test_code_that_will_not_stop_is_killed(sandbox: PythonSandbox, code: str) ->
     "code",
     [
         "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-        "import os\nfor n in range(3, 64):\n    try: os.read(n, 10)\n    except OSError: pass",
+        "import os\nfor n in range(3, 4096):\n    try: os.read(n, 10)\n    except OSError: pass",
         "import ctypes\nctypes.CDLL(None).pause()",
         "import threading, time\nthreading.Thread(target=exec, args=('while True: pass',)).start()\ntime.sleep(10)",
     ],
@@ -431,8 +431,8 @@ def test_processor_time_is_limited_for_all_calls_together(sandbox: PythonSandbox
         "import os; os._exit(0)",
         "import os; os.closerange(0, 100)",
         "import ctypes; ctypes.string_at(0)",
-        "import os\nfor n in range(3, 64):\n    try: os.write(n, b'x' * 100_000)\n    except OSError: pass",
-        "import os\nfor n in range(3, 64):\n    try: os.write(n, b'[' * 2000 + b'\\n')\n    except OSError: pass",
+        "import os\nfor n in range(3, 4096):\n    try: os.write(n, b'x' * 100_000)\n    except OSError: pass",
+        "import os\nfor n in range(3, 4096):\n    try: os.write(n, b'[' * 2000 + b'\\n')\n    except OSError: pass",
         "import sys; sys.modules['__main__'].json.dumps = None",
     ],
 )
@@ -445,7 +445,7 @@ def test_an_interpreter_that_breaks_itself_is_replaced(sandbox: PythonSandbox, c
 def test_a_forged_answer_does_not_shift_the_next_ones(sandbox: PythonSandbox) -> None:
     forge = """
     import os, time
-    for n in range(3, 64):
+    for n in range(3, 4096):
         try: os.write(n, b'{"call": 1, "outcome": "ok"}\\n')
         except OSError: pass
     time.sleep(0.2); print("late")
