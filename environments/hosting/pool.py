@@ -98,6 +98,7 @@ class WorkerPool:
             UnavailableError: none did in time.
         """
         if self.exclusive:
+            self._starting += 1  # now, not when its turn comes, or the next look would start it a second time
             self._task(self._start_one())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -155,6 +156,10 @@ class WorkerPool:
 
     async def _started(self) -> WorkerProcess:
         self._starting += 1
+        return await self._start()
+
+    async def _start(self) -> WorkerProcess:
+        """Start a worker that is counted as starting already."""
         try:
             async with self._starts:
                 worker = WorkerProcess(self._reference, exclusive=self.exclusive, on_end=self._ended)
@@ -171,7 +176,7 @@ class WorkerPool:
 
     async def _start_one(self) -> None:
         try:
-            await self._started()
+            await self._start()
         except OpenTinkerError as error:
             self._failure = error
             self._pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
@@ -184,6 +189,7 @@ class WorkerPool:
             return
         ready = len(self._idle) if self.exclusive else sum(not worker.retiring for worker in self._workers)
         for _ in range(self._size - ready - self._starting):
+            self._starting += 1  # now, not when its turn comes, or the next look would start it a second time
             self._task(self._start_one())
 
     def _ended(self, worker: WorkerProcess) -> None:

@@ -20,6 +20,8 @@ from opentinker.env.environment import Environment
 from opentinker.env.frames import CLOSE, DONE, ERROR, OK, RESET, STEP, error_of, pack, unpack
 from opentinker.env.reference import reference_of
 from opentinker.env.worker_process import WorkerProcess
+from opentinker.environments.hosting.pool import WorkerPool
+from opentinker.environments.hosting.settings import HostSettings
 from opentinker.errors import ConfigError, DeadlineError, EnvironmentFailedError, EnvironmentLoadError
 
 HERE = Path(__file__).parent
@@ -253,6 +255,8 @@ import asyncio, os, sys
 sys.path.insert(0, {here!r})
 from opentinker.env.frames import RESET, STEP, pack
 from opentinker.env.worker_process import WorkerProcess
+from opentinker.environments.hosting.pool import WorkerPool
+from opentinker.environments.hosting.settings import HostSettings
 async def main():
     worker = WorkerProcess({{"module": "hosted_environments", "qualname": "Doer"}}, exclusive=False, on_end=print)
     await worker.start()
@@ -303,3 +307,13 @@ async def test_a_request_sent_between_a_death_and_its_reason_waits_for_the_reaso
         await until(lambda: worker.ended)
         with pytest.raises(EnvironmentFailedError, match="was killed by SIGKILL"):
             await talker.step("say")
+
+
+async def test_what_is_missing_is_started_once_however_often_it_is_missed() -> None:
+    settings = HostSettings(workers=3, isolation="thread")
+    pool = WorkerPool({"name": "nothing"}, settings, lambda worker: None)
+    for _ in range(4):  # workers that end in one turn of the loop, and the sweep
+        pool._fill()
+    assert len(pool._tasks) == pool._starting == 3
+    await pool.stop()
+    assert pool.pids == []
