@@ -18,7 +18,7 @@ from opentinker.errors import DeadlineError, EnvironmentFailedError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from places import HERE, HOSTING, PLACES, TOKEN, MakeSession, Servers
+from places import HERE, PLACES, TOKEN, MakeSession, Servers
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +31,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 @pytest.fixture(params=PLACES)
 def where(request: pytest.FixtureRequest) -> str:
     place: str = request.param
-    if place != "local" and not HOSTING:
-        pytest.skip("opentinker.env.remote is not there")
     return place
 
 

@@ -4,13 +4,11 @@ import re
 import subprocess
 import sys
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 HERE = Path(__file__).parent
 PLACES = ("local", "process", "hosted")
-HOSTING = find_spec("opentinker.env.remote") is not None
 TOKEN = "a-token-of-these-tests"
 
 

@@ -39,7 +39,7 @@ def loaded(name: str) -> type[Environment]:
         environment = load_environment(name)
         environment.task_source("train", ARGS.get(name, {})).draw(0, 0, 1)
     except (ConfigError, EnvironmentLoadError) as error:
-        if name in ("arithmetic", "guess_number"):
+        if ":" not in name:  # a built-in one has to load; an adapter's package may be missing
             raise
         pytest.skip(f"{name} lacks something here: {error}")
     return environment

@@ -1,6 +1,7 @@
 """Between Gymnasium's spaces and words: what the policy reads of an observation, and which action its text means."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,27 +15,27 @@ MOST_NUMBERS = 64
 _COLOUR = re.compile(r"\x1b\[([\d;]*)m(.*?)\x1b\[0m", re.DOTALL)
 
 
-class Codec:
+class Codec(ABC):
     """Derive from it to say things your way; it is made with the environment, before `reset`."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
 
+    @abstractmethod
     def rules(self) -> str:
         """What the policy is told first: the goal, the actions, the form of an answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def observe(self, observation: Any, info: Mapping[str, Any]) -> Observation:
         """An observation as text, image or parts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def act(self, text: str) -> Any:
         """The action that the policy's text means.
 
         Raises:
             IllegalMoveError: it means none; the message is shown to the policy.
         """
-        raise NotImplementedError
 
 
 class SpaceCodec(Codec):
