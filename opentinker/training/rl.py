@@ -17,12 +17,9 @@ from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.messages import (
     AdamParams,
     Chunk,
-    Datum,
-    FloatArray,
     ImageChunk,
     IntArray,
     LossConfig,
-    Minibatch,
     Sample,
     SampleResult,
     SamplingParams,
@@ -41,6 +38,7 @@ from opentinker.rollout.types import Group
 from opentinker.training.batch import Batch, Member, build_batch, members_of, turn_rewards
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
+from opentinker.training.policy import TrainedPolicy
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import checkpoint_name, scheduled
 from opentinker.training.tasks import JobTasks
@@ -56,36 +54,14 @@ MAX_REDUCTIONS = 2
 """Times that a learning rate is reduced before the run is stopped."""
 
 
-class TrainablePolicy(Protocol):
+class TrainablePolicy(TrainedPolicy, Protocol):
     """What the loop needs of a `PolicyClient`."""
-
-    async def info(self) -> dict[str, Any]: ...
-
-    async def tokenizer_files(self) -> dict[str, bytes]: ...
 
     async def upload(self, images: Iterable[bytes]) -> dict[str, ImageChunk]: ...
 
     async def sample(
         self, prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, *, request_id: str, deadline_s: float
     ) -> SampleResult: ...
-
-    async def forward(
-        self, data: Sequence[Datum], *, compute: Sequence[TokenScore], temperature: float
-    ) -> dict[TokenScore, list[FloatArray]]: ...
-
-    async def train_step(
-        self,
-        data: Sequence[Datum],
-        minibatches: Sequence[Minibatch],
-        loss: LossConfig,
-        optimizer: AdamParams,
-        *,
-        publish: bool = True,
-    ) -> dict[str, Any]: ...
-
-    async def save(self, name: str) -> dict[str, Any]: ...
-
-    async def load(self, name: str) -> dict[str, Any]: ...
 
 
 class RLLoop:

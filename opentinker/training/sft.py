@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, TokenScore
+from opentinker.client.messages import LossConfig, Minibatch
 from opentinker.config.job import SFTJobConfig
 from opentinker.env.tasks import TaskCursor
 from opentinker.errors import ConfigError
@@ -17,6 +17,7 @@ from opentinker.rendering.supervised import SupervisedRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.training.conversations import Conversations
 from opentinker.training.metrics import Row, finite
+from opentinker.training.policy import TrainedPolicy
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import checkpoint_name, scheduled
 
@@ -25,32 +26,10 @@ FRUITLESS_STEPS = 3
 EVALUATION_BATCH = 64
 
 
-class SupervisedPolicy(Protocol):
+class SupervisedPolicy(TrainedPolicy, Protocol):
     """What the loop needs of a `PolicyClient`."""
 
-    async def info(self) -> dict[str, Any]: ...
-
-    async def tokenizer_files(self) -> dict[str, bytes]: ...
-
-    async def forward(
-        self, data: Sequence[Datum], *, compute: Sequence[TokenScore], temperature: float
-    ) -> dict[TokenScore, list[FloatArray]]: ...
-
-    async def train_step(
-        self,
-        data: Sequence[Datum],
-        minibatches: Sequence[Minibatch],
-        loss: LossConfig,
-        optimizer: AdamParams,
-        *,
-        publish: bool = True,
-    ) -> dict[str, Any]: ...
-
     async def publish(self, mode: str = "drain") -> dict[str, Any]: ...
-
-    async def save(self, name: str) -> dict[str, Any]: ...
-
-    async def load(self, name: str) -> dict[str, Any]: ...
 
 
 class SFTLoop:
