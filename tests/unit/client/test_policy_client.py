@@ -32,7 +32,7 @@ INFO = {"base_model": "tiny", "tokenizer_files": {"tokenizer.json": b"{}"}}
 
 class EchoWorker:
     """Samples the prompt back; commands answer with their arguments, or with what `results` has for them. `delay_s` and
-    `problem` apply to everything."""
+    `problem` apply to everything. With `hold` nothing ends before `finish`."""
 
     def __init__(self) -> None:
         self.work: list[Work] = []
@@ -40,6 +40,8 @@ class EchoWorker:
         self.delay_s = 0.0
         self.problem: dict[str, Any] | None = None
         self.lost = False
+        self.hold = False
+        self._held: list[Completion] = []
         self._done: asyncio.Queue[Completion] = asyncio.Queue()
 
     async def submit(self, work: Sequence[Work]) -> None:
@@ -49,7 +51,15 @@ class EchoWorker:
         for item in work:
             result = echo(item) if isinstance(item, SampleWork) else self.results.get(item.command, item.args)
             completion = Completion(item.operation, None if self.problem else result, self.problem)
-            asyncio.get_running_loop().call_later(self.delay_s, self._done.put_nowait, completion)
+            completion = Completion(item.operation, None if self.problem else result, self.problem)
+            if self.hold:
+                self._held.append(completion)
+            else:
+                asyncio.get_running_loop().call_later(self.delay_s, self._done.put_nowait, completion)
+
+    def finish(self) -> None:
+        for completion in self._held:
+            self._done.put_nowait(completion)
 
     async def collect(self, timeout_s: float) -> list[Completion]:
         try:
@@ -241,9 +251,13 @@ async def test_256_concurrent_samples_are_answered(served: Served) -> None:
 async def test_an_answer_that_takes_longer_than_a_poll_is_waited_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, flaky, client = served
     monkeypatch.setattr("opentinker.client.policy.POLL_S", 0.05)
-    worker.delay_s = 1.0
-    await client.sample([1], SamplingParams())
-    assert flaky.requests > 3
+    worker.hold = True
+    answer = asyncio.create_task(client.sample([1], SamplingParams()))
+    async with asyncio.timeout(60.0):
+        while flaky.requests <= 3:
+            await asyncio.sleep(0.01)
+        worker.finish()
+        assert (await answer).samples[0].tokens.tolist() == [1]
 
 
 async def test_a_deadline_is_an_error_and_a_later_retry_finds_the_answer(served: Served) -> None:
