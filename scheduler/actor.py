@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
+from ray._private.ray_constants import RAY_WORKER_NICENESS
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -92,6 +93,9 @@ def create_scheduler(settings: Settings) -> Any:
         num_cpus=0,
         max_restarts=-1,
         max_concurrency=MAX_CALLS,
+        # Ray adds 15 to a worker's niceness when it is up, and workers that are still importing have none: users would
+        # wait for answers whenever a job starts.
+        runtime_env={"env_vars": {RAY_WORKER_NICENESS: "0"}},
         scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True),
     )
     return actor.remote(settings.model_dump(mode="json"))

@@ -20,7 +20,7 @@ from opentinker.scheduler.launcher import DriverSpec, NotPlacedError
 from opentinker.scheduler.packages import INSTALL_LOG_NAME, PackageInstaller, requirements_of
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.processes import JOB_VARIABLE, WITHHELD
-from opentinker.scheduler.ray_tools import death, find_actor, kill_actor, lasting, on_node, other_side
+from opentinker.scheduler.ray_tools import NICENESS, death, find_actor, kill_actor, lasting, on_node, other_side
 from opentinker.scheduler.settings import Settings
 
 
@@ -190,4 +190,4 @@ async def _insist(call: Callable[[], Awaitable[dict[str, str]]], pause_s: float)
 
 def _driver_env(job_id: str) -> dict[str, Any]:
     """Ray's runtime environment of a process that runs a user's code."""
-    return {"env_vars": {JOB_VARIABLE: job_id, **dict.fromkeys(WITHHELD, "")}}
+    return {"env_vars": {JOB_VARIABLE: job_id, **NICENESS, **dict.fromkeys(WITHHELD, "")}}

@@ -26,6 +26,7 @@ from opentinker.scheduler.processes import JOB_VARIABLE, end_idle
 from opentinker.scheduler.ray_drivers import RayDrivers
 from opentinker.scheduler.ray_tools import (
     CPU_SLOT,
+    NICENESS,
     death,
     find_actor,
     find_group,
@@ -348,8 +349,8 @@ def _amounts(demand: Demand) -> dict[str, float]:
 
 def _worker_env(job_id: str, node: Node, demand: Demand) -> dict[str, Any]:
     # Ray would give a process without a CPU demand one thread; these are the slot's share of the cores.
-    return {"env_vars": {JOB_VARIABLE: job_id, "OMP_NUM_THREADS": str(threads_for(node, demand))}}
+    return {"env_vars": {JOB_VARIABLE: job_id, **NICENESS, "OMP_NUM_THREADS": str(threads_for(node, demand))}}
 
 
 def _front_env(job_id: str) -> dict[str, Any]:
-    return {"env_vars": {JOB_VARIABLE: job_id}}
+    return {"env_vars": {JOB_VARIABLE: job_id, **NICENESS}}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray._private.ray_constants import RAY_WORKER_NICENESS
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -20,6 +21,8 @@ CPU_SLOT = "cpu_slot"
 """The custom Ray resource that a node's CPU slots are."""
 GPU_GROUPS = "opentinker.io/gpu-groups"
 """The Ray node label that names GPUs close to each other, such as 0-3.4-7."""
+NICENESS = {RAY_WORKER_NICENESS: "15"}
+"""Ray's default for its workers, said to each process of a job: they would inherit the scheduler's own."""
 _LOW_MEMORY = "low on memory"
 _NODE_DIED = "node has died"
 

@@ -269,6 +269,14 @@ def await_scheduler(api: Any) -> None:
         time.sleep(0.1)
 
 
+def test_the_scheduler_answers_before_the_jobs_processes_get_the_processor(api: Any) -> None:
+    job = api.wait(api.interactive(), "RUNNING")
+    niceness = psutil.Process().nice()
+    assert scheduler_process().nice() == niceness
+    assert [psutil.Process(job["server"][pid]).nice() for pid in ("pid", "front_pid")] == [min(niceness + 15, 19)] * 2
+    api.post(f"/v1/jobs/{job['id']}/complete")
+
+
 def kill_scheduler(api: Any) -> None:
     """Kill its process, and wait until the next one answers."""
     scheduler = scheduler_process()

@@ -82,12 +82,16 @@ class Flaky:
         self.failures = 0
         self.late = True
         self.requests = 0
+        self.polled = asyncio.Event()
+        """Set when there were more requests than the first one and two polls."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         self.requests += 1
+        if self.requests > 3:
+            self.polled.set()
         if self.failures == 0:
             await self.app(scope, receive, send)
             return
@@ -254,8 +258,7 @@ async def test_an_answer_that_takes_longer_than_a_poll_is_waited_for(served: Ser
     worker.hold = True
     answer = asyncio.create_task(client.sample([1], SamplingParams()))
     async with asyncio.timeout(60.0):
-        while flaky.requests <= 3:
-            await asyncio.sleep(0.01)
+        await flaky.polled.wait()
         worker.finish()
         assert (await answer).samples[0].tokens.tolist() == [1]
 
