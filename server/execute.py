@@ -10,6 +10,7 @@ from typing import Any
 
 from opentinker.checkpoints import MANIFEST, Checkpoint, checkpoints, find, parse_name, versioned
 from opentinker.client.messages import (
+    PAIR_LOSSES,
     TOKEN_SCORES,
     AdamParams,
     Datum,
@@ -113,6 +114,8 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
         raise InvalidRequestError("publish must be true or false")
     trainer = state.parts.trainer
     trainer.check(data, loss)
+    for minibatch in minibatches if loss.name in PAIR_LOSSES else ():
+        trainer.check([data[i] for i in minibatch.indices], loss)  # whether it keeps pairs together
     reports: list[dict[str, Any]] = []
     for minibatch in minibatches:
         try:

@@ -20,7 +20,7 @@ StopString = Annotated[str, Field(min_length=1)]
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
-FLOAT_ARRAYS = ("weights", "advantages", "behaviour_logprobs", "proximal_logprobs", "reference_logprobs")
+FLOAT_ARRAYS = ("weights", "advantages", "behaviour_logprobs", "proximal_logprobs", "reference_logprobs", "margins")
 """Optional named arrays of a datum, float32[T], aligned to `targets`."""
 TokenScore = Literal["logprobs", "reference_logprobs", "entropy", "values"]
 """What `forward` can compute of each weighted target:
@@ -345,6 +345,10 @@ class AdamParams(WireModel):
     """Gradients are scaled down to this L2 norm; None = never."""
 
 
+PAIR_LOSSES = ("dpo", "ipo", "bradley_terry")
+"""The losses that compare two answers: data 2i and 2i + 1 are the chosen and the rejected answer to one prompt."""
+
+
 class LossConfig(WireModel):
     """A loss by name. All are sums over tokens of weight * loss, times the factor that the caller gives.
 
@@ -354,10 +358,14 @@ class LossConfig(WireModel):
     - `gspo`: the same with the geometric mean of a sequence's ratios at each of its tokens (Zheng et al., 2025, eq. 5).
     - `cispo`: -clip(ratio) * advantage * logprob, the clipped ratio without a gradient (MiniMax-M1, 2025, eq. 4).
 
-    A sequence is a datum.
+    A sequence is a datum. Three are sums over pairs of data, chosen and rejected in turns (`PAIR_LOSSES`):
+
+    - `dpo`: -log sigmoid(beta * (chosen's - rejected's sum of logprob - reference logprob)) (Rafailov et al., 2023, eq. 7).
+    - `ipo`: (the same difference, of means instead of sums, - 1 / (2 beta))^2 (Azar et al., 2024, eq. 17).
+    - `bradley_terry`: -log sigmoid(chosen's - rejected's score), scores of a scalar head (Ouyang et al., 2022, eq. 1).
     """
 
-    name: Literal["cross_entropy", "importance_sampling", "ppo", "gspo", "cispo"]
+    name: Literal["cross_entropy", "importance_sampling", "ppo", "gspo", "cispo", "dpo", "ipo", "bradley_terry"]
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     clip_high: Annotated[float, Field(gt=0.0)] = 0.2
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
@@ -376,6 +384,22 @@ class LossConfig(WireModel):
     """Of Schulman (2020): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = logprob - reference_logprob."""
     entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Subtracts this times the entropy of the policy's distribution at each token."""
+    beta: Annotated[float, Field(gt=0.0)] = 0.1
+    """Of `dpo` and `ipo`: how strongly the policy is held to its reference."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Of `dpo`: the share of pairs that are taken to be labelled the wrong way round (conservative DPO; Mitchell, 2023)."""
+    centring_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Of `bradley_terry`: adds this times the square of the sum of both scores, so that they stay around 0."""
+
+    @model_validator(mode="after")
+    def _terms_fit_pairs(self) -> "LossConfig":
+        if self.name in PAIR_LOSSES and (self.kl_coefficient or self.entropy_coefficient):
+            raise ValueError(f"'{self.name}' is a loss of pairs: it takes no KL or entropy term of tokens")
+        if self.label_smoothing and self.name != "dpo":
+            raise ValueError(f"label_smoothing is for the loss 'dpo', not for '{self.name}'")
+        if self.centring_coefficient and self.name != "bradley_terry":
+            raise ValueError(f"centring_coefficient is for the loss 'bradley_terry', not for '{self.name}'")
+        return self
 
     @model_validator(mode="after")
     def _correction_needs_anchor(self) -> "LossConfig":

@@ -9,7 +9,9 @@ With l = current logprob, o = the anchor's, b = the engine's (behaviour), A = ad
 - `gspo`: `ppo` with r = exp(mean of l - o over the token's sequence) (Zheng et al., 2025, eq. 5 and 7).
 - `cispo`: sum w * -(c * A * l), c = clip(r, 1 - clip_low, 1 + clip_high) as a constant (MiniMax-M1, 2025, eq. 4 and 5).
 
-All but `cross_entropy` need advantages and behaviour_logprobs. Around them: weights of truncated importance sampling
+- `dpo`, `ipo`, `bradley_terry`: of pairs of sequences; see `pair_losses`.
+
+All but these and `cross_entropy` need advantages and behaviour_logprobs. Around them: weights of truncated importance sampling
 min(exp(o - b), truncate), sequences masked by their mean of o - b, a KL term and an entropy bonus; see `LossConfig`.
 """
 
@@ -18,14 +20,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from opentinker.client.messages import Datum, LossConfig
+from opentinker.client.messages import PAIR_LOSSES, Datum, LossConfig
 from opentinker.errors import InvalidRequestError
+from opentinker.server.trainer.pair_losses import check_pairs, pair_loss
 
 _POLICY_GRADIENT = ("advantages", "behaviour_logprobs")
 
 
 def required_arrays(loss: LossConfig) -> tuple[str, ...]:
     """The arrays that a loss needs besides `weights`."""
+    if loss.name in PAIR_LOSSES:
+        return () if loss.name == "bradley_terry" else ("reference_logprobs",)
     needed = () if loss.name == "cross_entropy" else _POLICY_GRADIENT
     proximal = ("proximal_logprobs",) if needed and loss.anchor == "proximal" else ()
     reference = ("reference_logprobs",) if loss.kl_coefficient else ()
@@ -39,11 +44,14 @@ def check_arrays(data: Sequence[Datum], loss: LossConfig) -> None:
         InvalidRequestError: names the datum and what is wrong with it.
     """
     needed = required_arrays(loss)
+    if loss.name in PAIR_LOSSES:
+        check_pairs(data, loss)
     for index, datum in enumerate(data):
         for name in needed:
             if name not in datum.arrays:
                 raise InvalidRequestError(f"datum {index} has no '{name}', which the loss '{loss.name}' needs")
-        if loss.name != "cross_entropy" and loss.anchor != "proximal" and "proximal_logprobs" in datum.arrays:
+        ratio = loss.name not in ("cross_entropy", *PAIR_LOSSES)
+        if ratio and loss.anchor != "proximal" and "proximal_logprobs" in datum.arrays:
             raise InvalidRequestError(
                 f"datum {index} has 'proximal_logprobs', which the loss '{loss.name}' does not use",
                 hint=f"its ratio is against the anchor '{loss.anchor}'; set anchor to 'proximal'",
@@ -69,8 +77,11 @@ def token_loss(
     KL(behaviour || current): (q - 1) - log q with q = exp(l - b); Schulman, 2020), `abs_logprob_diff_sum` (|l - b|),
     `ratio_max` and `clipped_sum` (tokens whose gradient the clip cut off, or for `cispo` bounded); with a KL term
     `reference_kl_sum`, with an entropy bonus `entropy_sum`, with a correction `truncated_sum` and `masked_sum` (tokens).
-    Metrics are over weighted tokens, unweighted.
+    Metrics are over weighted tokens, unweighted. Those of a loss of pairs are in `pair_loss`.
     """
+    if loss.name in PAIR_LOSSES:
+        assert sequence_N is not None
+        return pair_loss(loss, logprobs_N, arrays_N, sequence_N)
     weights_N = arrays_N["weights"]
     metrics = {"tokens": float(len(logprobs_N))}
     if loss.name == "cross_entropy":

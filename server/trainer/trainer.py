@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from opentinker.client.messages import AdamParams, Datum, FloatArray, IntArray, LossConfig, PolicySpec, TokenScore
+from opentinker.client.messages import (
+    PAIR_LOSSES,
+    AdamParams,
+    Datum,
+    FloatArray,
+    IntArray,
+    LossConfig,
+    PolicySpec,
+    TokenScore,
+)
 from opentinker.config.base import parse_config
 from opentinker.config.job import LoraConfig, TrainerConfig
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError, TrainerError
@@ -135,8 +144,9 @@ class TorchTrainer:
         self.check(data, loss)
         logprobs = [np.zeros(len(datum), np.float32) for datum in data]
         metrics = []
+        together = 2 if loss.name in PAIR_LOSSES else 1
         with optimizer.all_or_nothing():
-            for pack in pack_data(data, self._config.pack_tokens):
+            for pack in pack_data(data, self._config.pack_tokens, together=together):
                 head_grad = optimizer.gradient(self._model.head_name) if full else None
                 logprobs_N, entropies_N = self._logprobs(policy, data, pack, loss, head_grad)
                 sequence_N = torch.from_numpy(pack.data_N.astype(np.int64)).to(self._device)
