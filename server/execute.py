@@ -11,8 +11,10 @@ from typing import Any
 from opentinker.checkpoints import MANIFEST, Checkpoint, checkpoints, find, parse_name, versioned
 from opentinker.client.messages import (
     PAIR_LOSSES,
+    SCALAR_LOSSES,
     TOKEN_SCORES,
     AdamParams,
+    CriticStep,
     Datum,
     LossConfig,
     Minibatch,
@@ -24,8 +26,9 @@ from opentinker.config.base import nearest
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError, UnavailableError
 from opentinker.server.images import resolved
 from opentinker.server.protocol import CommandWork
-from opentinker.server.state import State
+from opentinker.server.state import Hosted, State
 from opentinker.server.sync import first_measure, publish, push, serve
+from opentinker.server.trainer.base import Trainer
 from opentinker.server.trainer.checkpoint import recover_all, write_checkpoint
 from opentinker.server.weights import checkpoint_weights
 from opentinker.storage import all_checkpoints
@@ -57,10 +60,12 @@ def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     trainer = state.parts.trainer
     trainer.create_policy(policy, spec)
     try:
-        state.policies[policy] = first_measure(state.parts, policy)
+        scores = not trainer.samples(policy)
+        state.policies[policy] = Hosted(0.0, [], {}, samples=False) if scores else first_measure(state.parts, policy)
         if spec.checkpoint is not None:
             trainer.load(policy, _here(state, Path(spec.checkpoint)), weights_only=True)
-            push(state, policy, 0)
+            if not scores:
+                push(state, policy, 0)
     except Exception:
         state.policies.pop(policy, None)
         trainer.delete_policy(policy)
@@ -94,39 +99,65 @@ def _forward_backward(state: State, policy: str, args: dict[str, Any]) -> dict[s
     state.hosted(policy)
     loss, factor = validate(LossConfig, args.get("loss")), _number(args.get("factor", 1.0), "factor")
     result = state.parts.trainer.forward_backward(policy, _data(state, args), loss, factor)
-    return {"loss": result.loss, "metrics": result.metrics, "logprobs": result.logprobs}
+    name = "values" if loss.name in SCALAR_LOSSES else "logprobs"
+    return {"loss": result.loss, "metrics": result.metrics, name: result.logprobs}
 
 
 def _optim_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     state.hosted(policy)
-    return dict(state.parts.trainer.optim_step(policy, validate(AdamParams, args)))
+    critic = _flag(args.get("critic", False), "critic")
+    params = validate(AdamParams, {name: value for name, value in args.items() if name != "critic"})
+    return dict(state.parts.trainer.optim_step(policy, params, critic=critic))
 
 
 def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     """Written with the small commands; nothing is trained unless everything is valid."""
-    _known(args, "data", "minibatches", "loss", "optimizer", "publish")
+    _known(args, "data", "minibatches", "loss", "optimizer", "critic", "publish")
     hosted = state.hosted(policy)
     data = _data(state, args)
     loss, optimizer = validate(LossConfig, args.get("loss")), validate(AdamParams, args.get("optimizer"))
+    critic = None if args.get("critic") is None else validate(CriticStep, args["critic"])
     minibatches = _minibatches(args.get("minibatches"), len(data))
-    will_publish = args.get("publish", True)
-    if not isinstance(will_publish, bool):
-        raise InvalidRequestError("publish must be true or false")
+    will_publish = _flag(args.get("publish", True), "publish")
     trainer = state.parts.trainer
-    trainer.check(data, loss)
+    trainer.check(policy, data, loss)
+    if critic is not None:
+        trainer.check(policy, data, critic.loss)
     for minibatch in minibatches if loss.name in PAIR_LOSSES else ():
-        trainer.check([data[i] for i in minibatch.indices], loss)  # whether it keeps pairs together
+        trainer.check(policy, [data[i] for i in minibatch.indices], loss)  # whether it keeps pairs together
+    if will_publish:
+        state.check_samples(policy)
     reports: list[dict[str, Any]] = []
     for minibatch in minibatches:
         try:
-            passed = trainer.forward_backward(policy, [data[i] for i in minibatch.indices], loss, minibatch.factor)
-            reports.append({"loss": passed.loss, "metrics": passed.metrics, **trainer.optim_step(policy, optimizer)})
+            part = [data[i] for i in minibatch.indices]
+            report: dict[str, Any] = {}
+            if critic is None or not critic.alone:
+                report = _trained(trainer, policy, part, loss, minibatch.factor, optimizer)
+            if critic is not None:
+                report["critic"] = _trained(trainer, policy, part, critic.loss, minibatch.factor, critic.optimizer, critic=True)
+            reports.append(report)
         except OpenTinkerError as error:
             if len(minibatches) > 1:
                 error.detail = f"minibatch {len(reports)} of {len(minibatches)}: {error.detail}; those before it were applied"
             raise
     published = publish(state, policy, "drain") if will_publish else None
     return {"minibatches": reports, "version": hosted.version, "publish": published}
+
+
+def _trained(
+    trainer: Trainer,
+    policy: str,
+    data: Sequence[Datum],
+    loss: LossConfig,
+    factor: float,
+    optimizer: AdamParams,
+    *,
+    critic: bool = False,
+) -> dict[str, Any]:
+    """One optimizer step of the policy, or of its critic."""
+    passed = trainer.forward_backward(policy, data, loss, factor)
+    return {"loss": passed.loss, "metrics": passed.metrics, **trainer.optim_step(policy, optimizer, critic=critic)}
 
 
 def _publish(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -159,9 +190,9 @@ def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Also publishes, so that the engine samples from what was loaded."""
+    """Also publishes, so that the engine samples from what was loaded, unless nothing can be sampled."""
     _known(args, "name")
-    state.hosted(policy)
+    hosted = state.hosted(policy)
     name, version = parse_name(args.get("name"))
     root = state.parts.checkpoint_root
     recover_all(root)
@@ -175,7 +206,7 @@ def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
             hint=f"there are: {known}" if known else "none was saved yet",
         )
     state.parts.trainer.load(policy, _here(state, path))
-    return publish(state, policy, "drain")
+    return publish(state, policy, "drain") if hosted.samples else {"version": hosted.version}
 
 
 def _saved(state: State, root: Path) -> list[Checkpoint]:
@@ -218,6 +249,12 @@ def _number(value: Any, what: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise InvalidRequestError(f"{what} must be a finite number")
     return float(value)
+
+
+def _flag(value: Any, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{what} must be true or false")
+    return value
 
 
 def _list(value: Any, what: str) -> Sequence[Any]:

@@ -84,8 +84,10 @@ def publish(state: State, policy: str, mode: str) -> dict[str, Any]:
     Raises:
         WeightSyncError: a tensor did not arrive as it was sent, or engine and trainer disagree. The version stays, and
             the engine refuses to sample until a publish succeeds.
+        ConflictError: the policy only scores.
         DeadlineError: running requests do not end; nothing was published.
     """
+    state.check_samples(policy)
     hosted = state.hosted(policy)
     engine = state.parts.engine
     if mode == "drain":
