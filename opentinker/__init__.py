@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from opentinker.client.messages import AdamParams
     from opentinker.client.submitted import SubmittedJob
     from opentinker.config.algorithms import CISPOConfig as CISPO
+    from opentinker.config.algorithms import CriticConfig, KLConfig, MismatchConfig, OverlongConfig
     from opentinker.config.algorithms import DAPOConfig as DAPO
     from opentinker.config.algorithms import DrGRPOConfig as DrGRPO
     from opentinker.config.algorithms import GRPOConfig as GRPO
     from opentinker.config.algorithms import GSPOConfig as GSPO
-    from opentinker.config.algorithms import KLConfig, MismatchConfig, OverlongConfig
+    from opentinker.config.algorithms import PPOConfig as PPO
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
     from opentinker.config.job import (
@@ -43,7 +44,7 @@ _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
     "opentinker.client.messages": ("AdamParams",),
     "opentinker.client.submitted": ("SubmittedJob",),
-    "opentinker.config.algorithms": ("KLConfig", "MismatchConfig", "OverlongConfig"),
+    "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
     "opentinker.config.job": (
         "EngineConfig",
         "EvaluationConfig",
@@ -66,7 +67,7 @@ _HOMES = {
     "opentinker.training.trainer": ("RLTrainer", "SFTTrainer"),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
-_ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "RLOO", "ReinforcePP")
+_ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "PPO", "RLOO", "ReinforcePP")
 _LAZY |= {name: ("opentinker.config.algorithms", f"{name}Config") for name in _ALGORITHMS}
 
 __version__ = "0.1.0"
@@ -75,10 +76,12 @@ __all__ = [
     "DAPO",
     "GRPO",
     "GSPO",
+    "PPO",
     "RLOO",
     "Action",
     "AdamParams",
     "Client",
+    "CriticConfig",
     "DrGRPO",
     "EngineConfig",
     "Environment",

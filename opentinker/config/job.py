@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from opentinker.client.messages import AdamParams, StopString
-from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig
+from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.requirements import MAX_REQUIREMENTS, check_requirements, check_secrets
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
@@ -321,6 +321,16 @@ class JobConfig(Config):
         """Of the adapter's initialisation."""
         return 0
 
+    @property
+    def policy_head(self) -> Literal["lm", "scalar"]:
+        """'scalar' for a reward model."""
+        return "lm"
+
+    @property
+    def policy_critic(self) -> LoraConfig | None:
+        """The adapter of the policy's critic, if it has one."""
+        return None
+
     def default_name(self) -> str:
         """What it is called if its user gave it no name."""
         return PurePath(self.base_model).name or self.base_model
@@ -366,6 +376,12 @@ class RLJobConfig(JobConfig):
     def policy_seed(self) -> int:
         return self.training.seed
 
+    @property
+    def policy_critic(self) -> LoraConfig | None:
+        if not isinstance(self.algorithm, PPOConfig):
+            return None
+        return LoraConfig(rank=self.algorithm.critic.rank, alpha=self.algorithm.critic.alpha)
+
     def default_name(self) -> str:
         name = self.environment.name
         return name.partition("//")[2].partition(",")[0] if name.startswith("http") else name.rpartition(":")[2]
@@ -401,8 +417,26 @@ class InteractiveJobConfig(JobConfig):
 
     kind: Literal["interactive"] = "interactive"
     trainer: TrainerConfig = TrainerConfig()
+    head: Literal["lm", "scalar"] = "lm"
+    """'scalar' makes the policy a reward model, which scores and cannot be sampled."""
+    critic: LoraConfig | None = None
+    """The adapter of a critic beside the policy, for PPO; None = no critic."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Tasks, samples and adapter initialisation derive from it."""
+
+    @model_validator(mode="after")
+    def _critic_judges_actions(self) -> "InteractiveJobConfig":
+        if self.critic is not None and self.head == "scalar":
+            raise ValueError("a policy with head 'scalar' takes no actions that a critic could judge")
+        return self
+
+    @property
+    def policy_head(self) -> Literal["lm", "scalar"]:
+        return self.head
+
+    @property
+    def policy_critic(self) -> LoraConfig | None:
+        return self.critic
 
     @property
     def leased(self) -> bool:

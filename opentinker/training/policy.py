@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, TokenScore
+from opentinker.client.messages import AdamParams, CriticStep, Datum, FloatArray, LossConfig, Minibatch, TokenScore
 
 
 class TrainedPolicy(Protocol):
@@ -24,6 +24,7 @@ class TrainedPolicy(Protocol):
         loss: LossConfig,
         optimizer: AdamParams,
         *,
+        critic: CriticStep | None = None,
         publish: bool = True,
     ) -> dict[str, Any]: ...
 

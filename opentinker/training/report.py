@@ -149,6 +149,8 @@ def _curves(rows: Sequence[Row]) -> str:
         ("groups without a gradient", "zero_variance_groups"),
         ("failed episodes", "errors"),
     )
+    if any(r.get("value_loss") is not None for r in steps):
+        small += (("value loss", "value_loss"), ("variance that the critic explains", "explained_variance"))
     return (
         f"<h2>Learning curve</h2><figure>{line_chart(main, low=0.0)}"
         f"<figcaption>by training step {keys}</figcaption></figure>{small_charts(steps, small)}"

@@ -25,7 +25,7 @@ from opentinker.client.messages import (
     SamplingParams,
     TokenScore,
 )
-from opentinker.config.algorithms import KLConfig, PolicyGradient
+from opentinker.config.algorithms import KLConfig, PolicyGradient, PPOConfig
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
@@ -39,6 +39,7 @@ from opentinker.training.batch import Batch, Member, build_batch, members_of, tu
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
 from opentinker.training.policy import TrainedPolicy
+from opentinker.training.ppo import critic_step, token_advantages
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import checkpoint_name, scheduled
 from opentinker.training.tasks import JobTasks
@@ -89,7 +90,11 @@ class RLLoop:
             base_dir=base_dir,
             sources=sources,
         )
-        self._advantages = advantages or advantage_function(config.algorithm, base_dir)
+        self._advantages = advantages
+        if isinstance(config.algorithm, PPOConfig) and advantages is not None:
+            raise ConfigError("algorithm.kind 'ppo' takes its advantages from a critic", hint="give yours with kind 'custom'")
+        if not isinstance(config.algorithm, PPOConfig):
+            self._advantages = advantages or advantage_function(config.algorithm, base_dir)
         self._task_position = 0
         self._policy = policy
         self._renderer = renderer
@@ -217,11 +222,13 @@ class RLLoop:
         sampled = time.monotonic()
         await self._check_usable(groups)
         members = await self._scored(members_of(groups))
+        if isinstance(config.algorithm, PPOConfig):
+            members = token_advantages(members, config.algorithm)
         batch = build_batch(members, self._advantages, config.algorithm, longest_tokens=config.sampling.max_tokens)
         optimizer = scheduled(config.training, number, config.training.stop.factor**self._reductions)
         trained = await self._train(batch, optimizer)
         ended = time.monotonic()
-        publish_s = float(trained["publish"]["seconds"]) if trained else 0.0
+        publish_s = float(trained["publish"]["seconds"]) if trained and trained["publish"] else 0.0
         row = step_row(
             number,
             groups,
@@ -268,19 +275,22 @@ class RLLoop:
 
     def _teaches(self, group: Group) -> bool:
         """Whether its episodes get advantages, before what the reference would say."""
+        assert self._advantages is not None, "a critic's algorithm compares no groups, and draws none anew"
         [members] = members_of([group]) or [[]]
         rewards = [turn_rewards(member, self.config.algorithm.model_copy(update={"kl": KLConfig()})) for member in members]
         return any(values.any() for values in self._advantages([rewards])[0])
 
     async def _scored(self, groups: list[list[Member]]) -> list[list[Member]]:
-        """The members with what the algorithm needs from the model: reference logprobs, and the trainer's own before the
-        update."""
+        """The members with what the algorithm needs from the model: reference logprobs, and the trainer's own and the critic's
+        values before the update."""
         algorithm = self.config.algorithm
         names: dict[TokenScore, str] = {}
         if algorithm.kl.coefficient:
             names["reference_logprobs"] = "reference_logprobs"
         if algorithm.mismatch.active and not algorithm.one_update:
             names["logprobs"] = "proximal_logprobs"
+        if isinstance(algorithm, PPOConfig):
+            names["values"] = "old_values"
         data = [datum for members in groups for member in members for datum in member.data]
         if not names or not data:
             return groups
@@ -296,7 +306,10 @@ class RLLoop:
         if not batch.data:
             return None
         loss = loss_config(self.config.algorithm, self.config.sampling.temperature)
-        return await self._policy.train_step(batch.data, batch.minibatches, loss, optimizer, publish=True)
+        critic = critic_step(self.config.algorithm, optimizer, self.steps_done + 1)
+        return await self._policy.train_step(
+            batch.data, batch.minibatches, loss, optimizer, critic=critic, publish=critic is None or not critic.alone
+        )
 
     async def _check_usable(self, groups: Sequence[Group]) -> None:
         if any(e.trains for g in groups for e in g.episodes):

@@ -12,11 +12,12 @@ from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.client import Job
 from opentinker.client.messages import AdamParams
 from opentinker.client.policy import PolicyClient
-from opentinker.config.algorithms import GRPOConfig, PolicyGradient
+from opentinker.config.algorithms import GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.job import (
     EnvironmentConfig,
     EvaluationConfig,
     InteractiveJobConfig,
+    LoraConfig,
     RLJobConfig,
     RLTrainingConfig,
     RolloutConfig,
@@ -127,7 +128,18 @@ def _hosted(job: Job) -> dict[str, Any]:
     """
     if not isinstance(job.config, InteractiveJobConfig):
         raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
-    return job.config.model_dump(exclude={"kind", "seed"})
+    return job.config.model_dump(exclude={"kind", "seed", "head", "critic"})
+
+
+def _check_critic(job: Job, algorithm: PolicyGradient | None) -> None:
+    """Raises: ConfigError when the algorithm needs a critic that the job's policy has not."""
+    if isinstance(algorithm, PPOConfig):
+        wanted = LoraConfig(rank=algorithm.critic.rank, alpha=algorithm.critic.alpha)
+        if getattr(job.config, "critic", None) != wanted:
+            raise ConfigError(
+                f"PPO with this config needs a critic of rank {wanted.rank} and alpha {wanted.alpha:g} beside the policy",
+                hint=f"create_job(..., critic=LoraConfig(rank={wanted.rank}, alpha={wanted.alpha:g}))",
+            )
 
 
 class RLTrainer(_Trainer[RLLoop]):
@@ -162,6 +174,7 @@ class RLTrainer(_Trainer[RLLoop]):
         Raises: EnvironmentLoadError, ConfigError.
         """
         hosted = _hosted(job)
+        _check_critic(job, algorithm)
         self._environment = load_environment(environment)
         check_arguments(self._environment, environment_args or {})
         name = environment if isinstance(environment, str) else environment.__name__
