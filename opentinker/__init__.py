@@ -32,13 +32,16 @@ if TYPE_CHECKING:
         Scheduling,
         TrainerConfig,
     )
+    from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
+    from opentinker.config.preference import DPOConfig as DPO
+    from opentinker.config.preference import IPOConfig as IPO
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
     from opentinker.env.remote import RemoteEnvironment, remote_environment
     from opentinker.env.tasks import GeneratedTasks, ListTasks, TaskSource
     from opentinker.errors import JobFailedError, OpenTinkerError, ServerLostError
     from opentinker.images import Image
-    from opentinker.training.trainer import RLTrainer, SFTTrainer
+    from opentinker.training.trainer import PreferenceTrainer, RLTrainer, SFTTrainer
 
 _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
@@ -64,22 +67,26 @@ _HOMES = {
     "opentinker.env.tasks": ("GeneratedTasks", "ListTasks", "TaskSource"),
     "opentinker.errors": ("JobFailedError", "OpenTinkerError", "ServerLostError"),
     "opentinker.images": ("Image",),
-    "opentinker.training.trainer": ("RLTrainer", "SFTTrainer"),
+    "opentinker.training.trainer": ("PreferenceTrainer", "RLTrainer", "SFTTrainer"),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
 _ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "PPO", "RLOO", "ReinforcePP")
 _LAZY |= {name: ("opentinker.config.algorithms", f"{name}Config") for name in _ALGORITHMS}
+_LAZY |= {name: ("opentinker.config.preference", f"{name}Config") for name in ("BradleyTerry", "DPO", "IPO")}
 
 __version__ = "0.1.0"
 __all__ = [
     "CISPO",
     "DAPO",
+    "DPO",
     "GRPO",
     "GSPO",
+    "IPO",
     "PPO",
     "RLOO",
     "Action",
     "AdamParams",
+    "BradleyTerry",
     "Client",
     "CriticConfig",
     "DrGRPO",
@@ -99,6 +106,7 @@ __all__ = [
     "MismatchConfig",
     "OpenTinkerError",
     "OverlongConfig",
+    "PreferenceTrainer",
     "RLJobConfig",
     "RLTrainer",
     "ReinforcePP",

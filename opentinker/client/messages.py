@@ -377,7 +377,7 @@ class LossConfig(WireModel):
 
     - `dpo`: -log sigmoid(beta * (chosen's - rejected's sum of logprob - reference logprob)) (Rafailov et al., 2023, eq. 7).
     - `ipo`: (the same difference, of means instead of sums, - 1 / (2 beta))^2 (Azar et al., 2024, eq. 17).
-    - `bradley_terry`: -log sigmoid(chosen's - rejected's score), scores of the policy's scalar head (Ouyang et al., 2022, eq. 1).
+    - `bradley_terry`: -log sigmoid(chosen's - rejected's score) of a scalar head (Ouyang et al., 2022, eq. 1).
     """
 
     name: Literal["cross_entropy", "importance_sampling", "ppo", "gspo", "cispo", "value", "dpo", "ipo", "bradley_terry"]
@@ -405,10 +405,8 @@ class LossConfig(WireModel):
     """Of `dpo`: the share of pairs that are taken to be labelled the wrong way round (conservative DPO; Mitchell, 2023)."""
     centring_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Of `bradley_terry`: adds this times the square of the sum of both scores, so that they stay around 0."""
-
     value_clip: Annotated[float, Field(gt=0.0)] | None = None
     """Of `value`: a value further than this from `old_values` gets no gradient that takes it further away; None = no clip."""
-
 
     @model_validator(mode="after")
     def _terms_fit_pairs(self) -> "LossConfig":

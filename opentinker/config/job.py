@@ -10,6 +10,14 @@ from pydantic import AfterValidator, Field, model_validator
 from opentinker.client.messages import AdamParams, StopString
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
+from opentinker.config.preference import (
+    BradleyTerryConfig,
+    DPOConfig,
+    PreferenceDataConfig,
+    PreferenceEvaluationConfig,
+    PreferenceLoss,
+    PreferenceTrainingConfig,
+)
 from opentinker.config.requirements import MAX_REQUIREMENTS, check_requirements, check_secrets
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
 from opentinker.config.tasks import TasksConfig
@@ -412,6 +420,33 @@ class SFTJobConfig(JobConfig):
         return _training_server(self.base_model, self.engine, self.trainer)
 
 
+class PreferenceJobConfig(JobConfig):
+    """Preference training on pairs of answers: a policy (DPO, IPO) or a reward model."""
+
+    driven: ClassVar[bool] = True
+
+    kind: Literal["preference"] = "preference"
+    trainer: TrainerConfig = TrainerConfig()
+    data: PreferenceDataConfig
+    loss: PreferenceLoss = DPOConfig()
+    evaluation: PreferenceEvaluationConfig = PreferenceEvaluationConfig()
+    training: PreferenceTrainingConfig = PreferenceTrainingConfig()
+
+    @property
+    def policy_seed(self) -> int:
+        return self.training.seed
+
+    @property
+    def policy_head(self) -> Literal["lm", "scalar"]:
+        return "scalar" if isinstance(self.loss, BradleyTerryConfig) else "lm"
+
+    def default_name(self) -> str:
+        return PurePath(self.data.train.name).stem
+
+    def server(self) -> ServerConfig:
+        return _training_server(self.base_model, self.engine, self.trainer)
+
+
 class InteractiveJobConfig(JobConfig):
     """A job whose driver runs in the user's process: only what the cluster must host."""
 
@@ -489,22 +524,20 @@ def _training_server(base_model: str, engine: EngineConfig, trainer: TrainerConf
 KINDS: Mapping[str, type[JobConfig]] = {
     "rl": RLJobConfig,
     "sft": SFTJobConfig,
+    "preference": PreferenceJobConfig,
     "interactive": InteractiveJobConfig,
     "inference": InferenceJobConfig,
 }
 """Every kind of job there is."""
-_PLANNED = ("preference",)
 
 
 def parse_job(values: Mapping[str, Any]) -> JobConfig:
     """Validate a job's config by its `kind`.
 
     Raises:
-        ConfigError: an unknown kind, one that servers cannot do yet, or whatever `parse_config` finds.
+        ConfigError: an unknown kind, or whatever `parse_config` finds.
     """
     kind = str(values.get("kind"))
-    if kind in _PLANNED:
-        raise ConfigError(f"kind: '{kind}' jobs are not served yet", hint=f"this version has {', '.join(KINDS)}")
     if kind not in KINDS:
         raise ConfigError(f"kind: {kind!r} is not a kind of job", hint=nearest(kind, KINDS))
     return parse_config(KINDS[kind], values)
