@@ -47,8 +47,10 @@ class Conversations:
         rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """`rows` are given in Python instead of a file or dataset."""
-        given = None if rows is None else shaped(ListTasks(rows), source.name, every=True, check=conversation)
-        self.rows = given or read_rows(source, base_dir)
+        if rows is None:
+            self.rows = read_rows(source, base_dir)
+        else:
+            self.rows = shaped(ListTasks(rows), source.name, every=True, check=conversation)
         self._source, self._config, self._renderer, self._max_tokens = source, config, renderer, max_tokens
 
     def render(self, rows: Sequence[Mapping[str, Any]]) -> Rendered:
