@@ -29,8 +29,7 @@ from opentinker.errors import ConfigError
 from opentinker.training.progress import Progress
 from opentinker.training.run import checked_environment, run_preference_job, run_rl_job, run_sft_job
 
-
-E = TypeVar("E", SFTJobConfig, PreferenceJobConfig)
+E = TypeVar("E", bound=SFTJobConfig | PreferenceJobConfig)
 _DRIVERS = {RLJobConfig: run_rl_job, SFTJobConfig: run_sft_job, PreferenceJobConfig: run_preference_job}
 
 

@@ -14,8 +14,8 @@ Beta = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class PreferenceDataConfig(Config):
-    """Pairs of answers to learn from: rows with `chosen` and `rejected`, whole conversations that differ in their last turn, or,
-    beside a `prompt`, answers. Texts or lists of messages. A row may have `tools`, and for a reward model a `margin`."""
+    """Pairs of answers to learn from: rows with `chosen` and `rejected`, whole conversations that differ in their last turn, or
+    answers beside a `prompt`. Texts or lists of messages. A row may have `tools`, and for a reward model a `margin`."""
 
     train: TasksConfig
     """What is trained on."""

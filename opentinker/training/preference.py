@@ -134,9 +134,8 @@ class PreferenceLoop(ExamplesLoop[PreferenceJobConfig]):
                 f"all {rendered.dropped + rendered.unusable} held-out pairs are too long or unusable",
                 hint="raise engine.max_model_len, or look at data.held_out",
             )
-        if self._references is not None:  # the first time they are asked of the server, they stay with the data
-            if "reference_logprobs" not in rendered.data[0].arrays:
-                rendered.data = [d for part in _parts(rendered.data) for d in await self._references.attach(part)]
+        if self._references is not None and "reference_logprobs" not in rendered.data[0].arrays:
+            rendered.data = [d for part in _parts(rendered.data) for d in await self._references.attach(part)]
         output: TokenScore = "values" if self._scores else "logprobs"
         outputs = []
         for part in _parts(rendered.data):

@@ -71,8 +71,8 @@ class Preferences:
         *,
         scored: bool = False,
     ) -> None:
-        """`rows` are given in Python instead of a file or dataset. `scored` data are for a scalar head, which scores an answer at
-        its last token."""
+        """`rows` are given in Python instead of a file or dataset. `scored` data are for a scalar head, which scores an answer
+        at its last token."""
         check_all = config.unusable == "error"
         given = load_rows(source, base_dir) if rows is None else ListTasks(rows)
         self.rows = _shaped(given, source.name, every=check_all and (rows is not None or is_file(source)), any_=check_all)

@@ -255,8 +255,8 @@ class SFTTrainer(_Trainer[SFTLoop]):
 
 
 class PreferenceTrainer(_Trainer[PreferenceLoop]):
-    """Trains the policy of an interactive job on pairs of answers: `loss` is `DPO()`, `IPO()`, or, for a job with head 'scalar',
-    `BradleyTerry()`. What it is compared with is the policy as it is when training begins.
+    """Trains the policy of an interactive job on pairs of answers: `loss` is `DPO()`, `IPO()`, or, for a job with head
+    'scalar', `BradleyTerry()`. What it is compared with is the policy as it is when training begins.
 
     `train` and `held_out` are rows (see docs/preference.md), or the name of a file or dataset. Metrics and report.html go to
     `run_dir` (default: runs/<job id>).

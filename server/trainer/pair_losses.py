@@ -3,8 +3,8 @@
 With d = sum over an answer's weighted tokens of w * (l - reference logprob), or, for `ipo`, their mean, and v the score of a
 scalar head at its last weighted token; c, r = chosen, rejected:
 
-- `dpo`: -(1 - e) log sigmoid(beta (d_c - d_r)) - e log sigmoid(-beta (d_c - d_r)), e = `label_smoothing` (Rafailov et al., 2023,
-  eq. 7; e: Mitchell, 2023, "A note on DPO with noisy preferences").
+- `dpo`: -(1 - e) log sigmoid(beta (d_c - d_r)) - e log sigmoid(-beta (d_c - d_r)), e = `label_smoothing` (Rafailov et al.,
+  2023, eq. 7; e: Mitchell, 2023, "A note on DPO with noisy preferences").
 - `ipo`: (d_c - d_r - 1 / (2 beta))^2 (Azar et al., 2024, eq. 17). The mean in place of the sum is not in the paper; its authors
   have confirmed it to TRL, and with sums longer answers would weigh more.
 - `bradley_terry`: -log sigmoid(v_c - v_r - m) + k (v_c + v_r)^2 (Ouyang et al., 2022, eq. 1; the margin m, from `margins`:
@@ -44,8 +44,8 @@ def pair_loss(
     `bradley_terry`. `sequence_N` (int64) says whose tokens they are, answer after answer: chosen, rejected, chosen, ...
 
     Metrics: `tokens`, `pairs`, `loss_sum`; of rewards, beta * d or v: `chosen_reward_sum`, `rejected_reward_sum`, `margin_sum`
-    (their difference) and `correct_sum` (pairs whose chosen reward is larger; a tie is half a pair); of the losses with logprobs
-    `chosen_logprob_sum` and `rejected_logprob_sum` (whole answers).
+    (their difference) and `correct_sum` (pairs whose chosen reward is larger; a tie is half a pair); of the losses with
+    logprobs `chosen_logprob_sum` and `rejected_logprob_sum` (whole answers).
     """
     _, index_N = torch.unique_consecutive(sequence_N, return_inverse=True)
     metrics = {"tokens": float(len(outputs_N)), "pairs": float(index_N.max() + 1) / 2}

@@ -11,7 +11,6 @@ import pytest
 from opentinker.errors import (
     AuthenticationError,
     CheckpointError,
-    ConfigError,
     ConflictError,
     ServerLostError,
     UnknownModelError,

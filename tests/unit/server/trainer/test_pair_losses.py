@@ -34,7 +34,9 @@ def answers() -> Answers:
         reference = -rng.exponential(2.0, n)
         outputs = np.minimum(reference + rng.normal(0, 0.7, n), -1e-3)
         weights = rng.choice([1.0, 0.5], n)
-        found.append({"outputs": outputs, "reference_logprobs": reference, "weights": weights, "margins": rng.exponential(1.0, n)})
+        found.append(
+            {"outputs": outputs, "reference_logprobs": reference, "weights": weights, "margins": rng.exponential(1.0, n)}
+        )
     return found
 
 
@@ -125,7 +127,16 @@ def given(outputs: list[list[float]], margins: list[float] | None = None) -> Ans
     return made
 
 
-TRL: list[Any] = []
+TRL = [
+    (LossConfig(name="dpo", beta=0.1), given(LOGPROBS), 0.6553556440141421),
+    (LossConfig(name="dpo", beta=0.5), given(LOGPROBS), 0.5190761150614461),
+    (LossConfig(name="ipo", beta=0.1), given(LOGPROBS), 20.154224537037035),
+    (LossConfig(name="ipo", beta=1.0), given(LOGPROBS), 0.02922453703703704),
+    (LossConfig(name="bradley_terry"), given(SCORES), 0.7341542649717631),
+    (LossConfig(name="bradley_terry"), given(SCORES, [0.5, 0.0, 1.0]), 0.9747365592710765),
+    (LossConfig(name="bradley_terry", centring_coefficient=0.01), given(SCORES), 0.7501959316384297),
+    (LossConfig(name="bradley_terry", centring_coefficient=0.01), given(SCORES, [0.5, 0.0, 1.0]), 0.9907782259377431),
+]
 
 
 @pytest.mark.parametrize(("loss", "made", "mean"), TRL)
@@ -172,7 +183,7 @@ def test_exchanging_the_answers_is_smoothing_with_everything_else(answers: Answe
 
 @pytest.mark.parametrize("far", [1e3, -1e3])
 def test_a_pair_that_is_far_apart_has_a_finite_loss(far: float) -> None:
-    made = given([[far], [0.0]])
+    made: Answers = [{"outputs": np.array([v]), "weights": np.ones(1), "margins": np.zeros(1)} for v in (far, 0.0)]
     for loss in (LossConfig(name="dpo", beta=1.0), LossConfig(name="bradley_terry")):
         total, gradient, _ = run(loss, [dict(a, reference_logprobs=np.zeros(1)) for a in made])
         assert total == pytest.approx(max(-far, 0.0))
