@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from opentinker.errors import CheckpointError
 from opentinker.server.trainer.checkpoint import open_checkpoint
+from opentinker.server.trainer.identity import base_digest, check_base
 from opentinker.server.trainer.lora import PEFT_PREFIX, merge
 from opentinker.server.vision import auto_class
 
@@ -26,7 +27,9 @@ def checkpoint_weights(model_dir: Path, folder: Path) -> Iterator[tuple[str, tor
     state = open_checkpoint(folder)
     if state["kind"] == "full":
         return iter(_parameters(folder).items())
-    return _merged(_parameters(model_dir), folder, state["lora"])
+    base = _parameters(model_dir)
+    check_base(folder, state, base_digest(base.items()))
+    return _merged(base, folder, state["lora"])
 
 
 def _parameters(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from opentinker.server.engine.base import LoraTensors
 from opentinker.server.images import ImageStore
 from opentinker.server.trainer import checkpoint, lora
 from opentinker.server.trainer.base import ForwardBackwardResult
+from opentinker.server.trainer.identity import BASE, base_digest, check_base
 from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_loss
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
@@ -55,6 +56,7 @@ class TorchTrainer:
         self._adapter_pass = lora.AdapterPass()
         self._policies: dict[str, _Policy] = {}
         self._model = self._load_base()
+        self._base: str | None = None
         self._reference: PackedModel | None = None
         """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
@@ -169,7 +171,13 @@ class TorchTrainer:
             raise ConflictError(f"policy {policy} trains the full parameters and has no adapter")
         return lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
 
-    def save(self, policy: str, folder: Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def save(
+        self,
+        policy: str,
+        folder: Path,
+        about: Mapping[str, Any] | None = None,
+        beside: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """See `Trainer`. Gradients that no `optim_step` has used yet are not part of a checkpoint.
 
         Raises:
@@ -190,7 +198,10 @@ class TorchTrainer:
         else:
             lora.save_peft(folder, self.adapter(policy), str(self._model_dir))
         checkpoint.write_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
-        return checkpoint.seal(folder, {**(about or {}), **self._identity(state), "step": state.optimizer.step_count})
+        for name, text in (beside or {}).items():
+            (folder / name).write_text(text)
+        base = {} if state.lora is None else {BASE: self._base_digest()}
+        return checkpoint.seal(folder, {**(about or {}), **self._identity(state), **base, "step": state.optimizer.step_count})
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`. Accumulated gradients are dropped."""
@@ -199,6 +210,8 @@ class TorchTrainer:
         for key, mine in self._identity(state).items():
             if found.get(key) != mine:
                 raise CheckpointError(f"the checkpoint {folder} does not fit: its {key} is {found.get(key)}, not {mine}")
+        if state.lora is not None:
+            check_base(folder, found, self._base_digest())
         if weights_only:
             state.optimizer.start_from(
                 checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.weights(), part=True)
@@ -211,6 +224,12 @@ class TorchTrainer:
         """What a checkpoint and the policy that loads it must have in common, besides all tensor shapes."""
         config = None if state.lora is None else {**state.lora.model_dump(mode="json"), "target_modules": list(state.targets)}
         return {"kind": "full" if config is None else "lora", "model_type": self._model.config.model_type, "lora": config}
+
+    def _base_digest(self) -> str:
+        """Of the frozen base model of adapters."""
+        if self._base is None:
+            self._base = base_digest(self._model.names.items())
+        return self._base
 
     def _get(self, policy: str) -> _Policy:
         if policy not in self._policies:

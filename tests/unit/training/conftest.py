@@ -59,6 +59,8 @@ class BanditPolicy:
         self.losses: list[LossConfig] = []
         self.broken: Exception | None = None
         self.saved: dict[str, np.ndarray] = {}
+        self.drivers: dict[str, Any] = {}
+        self.kept: dict[str, int | None] = {}
 
     async def info(self) -> dict[str, Any]:
         self.calls.append("info")
@@ -127,16 +129,18 @@ class BanditPolicy:
         self.version += 1
         return {"minibatches": reports, "version": self.version, "publish": {"seconds": 0.0}}
 
-    async def save(self, name: str) -> dict[str, Any]:
+    async def save(self, name: str, *, driver: Any = None, keep_last: int | None = None) -> dict[str, Any]:
         self.calls.append(f"save {name}")
         self.saved[name] = self.logits.copy()
+        self.drivers[name] = driver
+        self.kept[name] = keep_last
         return {"path": f"/checkpoints/{name}", "manifest": {}}
 
     async def load(self, name: str) -> dict[str, Any]:
         self.calls.append(f"load {name}")
         self.logits = self.saved[name].copy()
         self.version += 1
-        return {"version": self.version}
+        return {"version": self.version, "driver": self.drivers.get(name)}
 
     def logprobs(self) -> np.ndarray:
         return self.logits - np.log(np.exp(self.logits).sum())
