@@ -29,7 +29,7 @@ def checkpoint_weights(model_dir: Path, folder: Path) -> Iterator[tuple[str, tor
         return iter(_parameters(folder).items())
     base = _parameters(model_dir)
     check_base(folder, state, base_digest(base.items()))
-    return _merged(base, folder, state["lora"])
+    return merged(base, folder, state["lora"])
 
 
 def _parameters(folder: Path) -> dict[str, torch.Tensor]:
@@ -41,7 +41,12 @@ def _parameters(folder: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def _merged(base: dict[str, torch.Tensor], folder: Path, lora: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def merged(base: dict[str, torch.Tensor], folder: Path, lora: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a base model with the adapter of a checkpoint in them.
+
+    Raises:
+        CheckpointError: the adapter cannot be read, or is of another architecture.
+    """
     try:
         adapter = load_file(folder / ADAPTER)
         scale = float(lora["alpha"]) / int(lora["rank"])
