@@ -17,9 +17,7 @@ class HasCheckpoints(Protocol):
     async def delete_checkpoint(self, owner: str, job_id: str, name: str, by: Caller) -> None: ...
 
 
-def add_checkpoint_routes(
-    app: FastAPI, scheduler: HasCheckpoints, changing: Callable[[Request, str], Awaitable[str]]
-) -> None:
+def add_checkpoint_routes(app: FastAPI, scheduler: HasCheckpoints, changing: Callable[[Request, str], Awaitable[str]]) -> None:
     """Add them to the scheduler's API; `changing` gives the owner to change a job as."""
 
     @app.put("/v1/jobs/{job_id}/checkpoints/{name}/tags/{tag}", response_model=views.CheckpointView)
