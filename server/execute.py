@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from opentinker.checkpoint_marks import resolve
 from opentinker.checkpoints import MANIFEST, Checkpoint, checkpoints, find, parse_name, versioned
 from opentinker.client.messages import (
     PAIR_LOSSES,
@@ -25,6 +26,7 @@ from opentinker.client.messages import (
 from opentinker.config.base import nearest
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError, UnavailableError
 from opentinker.server.images import resolved
+from opentinker.server.keeping import DRIVER, check_keep_last, driver_json, prune, read_driver, tags
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import Hosted, State
 from opentinker.server.sync import first_measure, publish, push, serve
@@ -166,9 +168,10 @@ def _publish(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
-    _known(args, "name")
+    _known(args, "name", "driver", "keep_last")
     version, root = state.hosted(policy).version, state.parts.checkpoint_root
     name, chosen = parse_name(args.get("name"))
+    driver, keep_last = driver_json(args.get("driver")), check_keep_last(args.get("keep_last"))
     if chosen is not None:
         raise InvalidRequestError(f"'{args['name']}' is not a checkpoint name", hint="a save adds the version itself")
     folder = root / versioned(name, version)
@@ -176,7 +179,8 @@ def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     # The newest of a name is the one saved last, however the clock is set meanwhile.
     created_at = max(time.time(), before.created_at + 1e-3 if before else 0.0)
     about = {"name": name, "version": version, "created_at": created_at}
-    manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty, about))
+    beside = {} if driver is None else {DRIVER: driver}
+    manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty, about, beside))
     storage = state.parts.storage
     if storage is not None:
         try:
@@ -186,7 +190,8 @@ def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
                 f"the checkpoint {folder} is whole on this node, but was not copied: {error.detail}",
                 hint="save it again when the storage is back",
             ) from error
-    return {"path": str(folder), "name": name, "version": version, "manifest": manifest}
+    pruned = prune(root, name, keep_last, storage)
+    return {"path": str(folder), "name": name, "version": version, "manifest": manifest, "pruned": pruned}
 
 
 def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +202,7 @@ def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     root = state.parts.checkpoint_root
     recover_all(root)
     saved = _saved(state, root)
-    found = find(saved, name, version)
+    found = resolve(saved, tags(root, state.parts.storage), name, version)
     path = root / versioned(name, version) if found is None else found.path
     if found is None and not path.is_dir():  # of one that is damaged, `load` says what is wrong
         known = ", ".join(versioned(c.name, c.version) for c in saved[:10])
@@ -206,7 +211,12 @@ def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
             hint=f"there are: {known}" if known else "none was saved yet",
         )
     state.parts.trainer.load(policy, _here(state, path))
-    return publish(state, policy, "drain") if hosted.samples else {"version": hosted.version}
+    driver = read_driver(path)
+    if not hosted.samples:
+        return {"version": hosted.version, "driver": driver}
+    # A new server takes up the numbers where the checkpoint's left off, so that a version means the same weights for good.
+    before = max(hosted.attempted, (found.version or 0) - 1 if found is not None else 0)
+    return {**publish(state, policy, "drain", after=before), "driver": driver}
 
 
 def _saved(state: State, root: Path) -> list[Checkpoint]:

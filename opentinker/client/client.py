@@ -261,12 +261,14 @@ class Job:
         with self.explained():
             return self._sync.run(connected())
 
-    def save(self, name: str) -> dict[str, Any]:
-        """Checkpoint the policy under `name` on the cluster: {"path", "name", "version", "manifest"}."""
-        return self.run(lambda policy: policy.save(name))
+    def save(self, name: str, *, keep_last: int | None = None) -> dict[str, Any]:
+        """Checkpoint the policy under `name` on the cluster: {"path", "name", "version", "manifest", "pruned"}; for
+        `keep_last` see `PolicyClient.save`."""
+        return self.run(lambda policy: policy.save(name, keep_last=keep_last))
 
     def load(self, name: str) -> dict[str, Any]:
-        """Restore weights and optimizer from this job's checkpoint `name`, the newest or as `name@version`: {"version"}."""
+        """Restore weights and optimizer from this job's checkpoint `name`: the newest of that name, `name@version`, or a tag:
+        {"version"}."""
         return self.run(lambda policy: policy.load(name))
 
     def complete(self) -> None:

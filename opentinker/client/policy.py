@@ -212,12 +212,23 @@ class PolicyClient:
         """Sample from the trained weights from now on: version, parameters, drift, baseline, changed, seconds."""
         return await self.command("publish", {"mode": mode})
 
-    async def save(self, name: str) -> dict[str, Any]:
-        """Write a checkpoint: path, name, version, manifest."""
-        return await self.command("save", {"name": name})
+    async def save(self, name: str, *, driver: Mapping[str, Any] | None = None, keep_last: int | None = None) -> dict[str, Any]:
+        """Write a checkpoint: path, name, version, manifest, pruned.
+
+        `driver` is what a `load` gives back: whatever goes on from the checkpoint has to know, as JSON holds it. With
+        `keep_last`, of the checkpoints whose names differ in the number at their end only (`step-000010`), all but that many of
+        the newest are deleted, and listed in `pruned`; those that have a tag, or that a job started from, stay.
+        """
+        args: dict[str, Any] = {"name": name}
+        if driver is not None:
+            args["driver"] = dict(driver)
+        if keep_last is not None:
+            args["keep_last"] = keep_last
+        return await self.command("save", args)
 
     async def load(self, name: str) -> dict[str, Any]:
-        """Restore and publish a checkpoint, the newest of `name` or `name@version`: version and the rest of a publish."""
+        """Restore and publish a checkpoint, the newest of `name`, `name@version` or a tag: version and the rest of a publish,
+        and `driver`, what its save was given."""
         return await self.command("load", {"name": name})
 
     async def command(self, command: str, args: dict[str, Any], *, deadline_s: float = COMMAND_DEADLINE_S) -> dict[str, Any]:

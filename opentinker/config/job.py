@@ -53,9 +53,18 @@ class EngineConfig(Config):
     """CUDA only: the engine's share of the GPU; the trainer lives in the rest. 0.9 by default in a job of kind `inference`."""
     enforce_eager: bool = True
     """False compiles the model: about a minute at the start for faster decoding."""
+    deterministic: bool = False
+    """With the transformers engine only: sequences are decoded one by one, so that a sample depends on its prompt and seed and
+    on nothing else, neither on its company nor on time. A run that was interrupted then repeats bit for bit. Slow."""
     lora_serving: Literal["auto", "merge", "adapter"] = "auto"
     """'merge' folds the adapter into the base weights at each publish (fast on CPU); 'adapter' serves it by the engine's
     LoRA kernels. 'auto' = merge on CPU and with the transformers engine, adapter on CUDA."""
+
+    @model_validator(mode="after")
+    def _can_be_deterministic(self) -> "EngineConfig":
+        if self.deterministic and self.kind != "transformers":
+            raise ValueError(f"deterministic needs kind 'transformers': what '{self.kind}' samples depends on its batches")
+        return self
 
 
 Dtype = Literal["bfloat16", "float32"]
@@ -284,6 +293,9 @@ class RLTrainingConfig(Config):
     """'linear' lets the learning rate fall after the warm-up, to reach 0 one step after the last; steadier endings."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Checkpoint every this many steps; the last step is always saved under 'final'."""
+    keep_last: Count | None = None
+    """Keep this many of the newest periodic checkpoints, and of those called 'best' the best one; delete those before, but none
+    that has a tag or that a job started from. None = keep all."""
     stop: StopConfig = StopConfig()
     transcripts_per_step: Annotated[int, Field(ge=0)] = 2
     """Sample episodes written to the run's transcripts."""

@@ -18,10 +18,11 @@ from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.supervised import SupervisedRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.training.conversations import Conversations
+from opentinker.training.driver_state import DriverState
 from opentinker.training.metrics import Row, finite
 from opentinker.training.policy import TrainedPolicy
 from opentinker.training.recorder import Recorder
-from opentinker.training.schedule import checkpoint_name, scheduled
+from opentinker.training.schedule import checkpoint_name, kept, scheduled
 
 J = TypeVar("J", bound=SFTJobConfig | PreferenceJobConfig)
 
@@ -62,11 +63,22 @@ class ExamplesLoop(ABC, Generic[J]):
         self._unpublished = False
 
     async def resume(self, step: int) -> None:
-        """Go on after the checkpoint of `step`; 0 needs none. The place among the examples follows from the step."""
-        if step:
-            await self._policy.load(checkpoint_name(step))
+        """Go on after the checkpoint of `step`; 0 needs none. The place among the examples is in the checkpoint, or, of an
+        older release, follows from the step.
+
+        Raises:
+            CheckpointError: a part of the checkpoint is missing, corrupt, or of another run.
+        """
+        loaded = await self._policy.load(checkpoint_name(step)) if step else {}
         self.steps_done = step
         self._cursor.position = step * self.config.training.batch_size
+        state = DriverState.from_json(loaded.get("driver"), step, self.config.training.seed)
+        if state is not None:
+            self._cursor.position, self._evaluated_at = state.task_position, state.evaluated_at
+            self._fruitless = state.fruitless
+        for row in self._recorder.rows:
+            if row["kind"] in ("sft_evaluation", "preference_evaluation"):
+                self._evaluated_at = row["step"]
 
     async def run(self, steps: int) -> None:
         """Train for `steps` more steps, evaluating as the config says.
@@ -91,7 +103,16 @@ class ExamplesLoop(ABC, Generic[J]):
     async def save(self, name: str) -> dict[str, Any]:
         """Publish what is new, so that the checkpoint has a version of its own and is what is sampled from, and save."""
         await self._publish()
-        return await self._policy.save(name)
+        state = DriverState(
+            step=self.steps_done,
+            seed=self.config.training.seed,
+            task_position=self._cursor.position,
+            rows=len(self._recorder.rows),
+            evaluated_at=self._evaluated_at,
+            fruitless=self._fruitless,
+            config=self.config.model_dump(mode="json"),
+        )
+        return await self._policy.save(name, driver=state.to_json(), keep_last=kept(self.config.training, name))
 
     async def _publish(self) -> None:
         if self._unpublished:

@@ -91,9 +91,16 @@ class Trainer(Protocol):
         """Whether it can be published and sampled from: it has no scalar head."""
         ...
 
-    def save(self, policy: str, folder: Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def save(
+        self,
+        policy: str,
+        folder: Path,
+        about: Mapping[str, Any] | None = None,
+        beside: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """Write weights (safetensors; PEFT format for an adapter), optimizer state and step into an empty folder, with what
-        `about` says of the checkpoint (name, version, ...); the manifest of what was written."""
+        `about` says of the checkpoint (name, version, ...) and the files `beside` (name -> text); the manifest of what was
+        written."""
         ...
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:

@@ -28,6 +28,7 @@ from opentinker.server.images import ImageStore
 from opentinker.server.trainer import checkpoint, lora
 from opentinker.server.trainer.base import ForwardBackwardResult
 from opentinker.server.trainer.critic import Critic
+from opentinker.server.trainer.identity import BASE, base_digest, check_base
 from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_loss
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
@@ -70,6 +71,7 @@ class TorchTrainer:
         self._adapter_pass = lora.AdapterPass()
         self._policies: dict[str, _Policy] = {}
         self._model = self._load_base()
+        self._base: str | None = None
         self._reference: PackedModel | None = None
         """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
@@ -217,7 +219,13 @@ class TorchTrainer:
             raise ConflictError(f"policy {policy} trains the full parameters and has no adapter")
         return lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
 
-    def save(self, policy: str, folder: Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def save(
+        self,
+        policy: str,
+        folder: Path,
+        about: Mapping[str, Any] | None = None,
+        beside: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """See `Trainer`. Gradients that no `optim_step` has used yet are not part of a checkpoint.
 
         Raises:
@@ -241,7 +249,11 @@ class TorchTrainer:
             lora.save_peft(folder, adapter, str(self._model_dir), classifier=state.head is not None)
         checkpoint.write_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
         critic = {} if state.critic is None else state.critic.save(folder)
-        return checkpoint.seal(folder, {**(about or {}), **self._identity(state), "step": state.optimizer.step_count, **critic})
+        for name, text in (beside or {}).items():
+            (folder / name).write_text(text)
+        base = {} if state.lora is None else {BASE: self._base_digest()}
+        known = {**(about or {}), **self._identity(state), **base, **critic}
+        return checkpoint.seal(folder, {**known, "step": state.optimizer.step_count})
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`. Accumulated gradients are dropped."""
@@ -250,6 +262,8 @@ class TorchTrainer:
         for key, mine in self._identity(state).items():
             if found.get(key) != mine and not (weights_only and key == "critic"):
                 raise CheckpointError(f"the checkpoint {folder} does not fit: its {key} is {found.get(key)}, not {mine}")
+        if state.lora is not None:
+            check_base(folder, found, self._base_digest())
         if weights_only:
             weights = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.weights(), part=True)
             if state.critic is not None and state.critic.identity() == found.get("critic"):
@@ -271,6 +285,12 @@ class TorchTrainer:
             "head": None if state.head is None else "scalar",  # None also in checkpoints from before there were heads
             "critic": None if state.critic is None else state.critic.identity(),
         }
+
+    def _base_digest(self) -> str:
+        """Of the frozen base model of adapters."""
+        if self._base is None:
+            self._base = base_digest(self._model.names.items())
+        return self._base
 
     def _get(self, policy: str) -> _Policy:
         if policy not in self._policies:

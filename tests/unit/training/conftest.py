@@ -63,6 +63,8 @@ class BanditPolicy:
         """What its critic says of every state."""
         self.broken: Exception | None = None
         self.saved: dict[str, np.ndarray] = {}
+        self.drivers: dict[str, Any] = {}
+        self.kept: dict[str, int | None] = {}
 
     async def info(self) -> dict[str, Any]:
         self.calls.append("info")
@@ -149,16 +151,18 @@ class BanditPolicy:
         self.value += 0.3 * float(returns.mean() - self.value)
         return {"loss": loss, "metrics": {"tokens": float(len(returns)), "value_clipped_sum": 0.0}, "grad_norm": 1.0}
 
-    async def save(self, name: str) -> dict[str, Any]:
+    async def save(self, name: str, *, driver: Any = None, keep_last: int | None = None) -> dict[str, Any]:
         self.calls.append(f"save {name}")
         self.saved[name] = self.logits.copy()
+        self.drivers[name] = driver
+        self.kept[name] = keep_last
         return {"path": f"/checkpoints/{name}", "manifest": {}}
 
     async def load(self, name: str) -> dict[str, Any]:
         self.calls.append(f"load {name}")
         self.logits = self.saved[name].copy()
         self.version += 1
-        return {"version": self.version}
+        return {"version": self.version, "driver": self.drivers.get(name)}
 
     def logprobs(self) -> np.ndarray:
         return self.logits - np.log(np.exp(self.logits).sum())

@@ -85,7 +85,7 @@ class Bytes:
         self.calls.append("publish")
         return {"version": self.version}
 
-    async def save(self, name: str) -> dict[str, Any]:
+    async def save(self, name: str, **_: Any) -> dict[str, Any]:
         self.calls.append(f"save {name}@{self.version}")
         return {"path": f"/checkpoints/{name}"}
 
