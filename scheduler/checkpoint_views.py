@@ -86,11 +86,10 @@ def _check_fit(name: str, found: Checkpoint, source: Job, config: JobConfig) -> 
             f"start_from: {name} was trained on the base model '{theirs.base_model}', this job has '{config.base_model}'",
             hint=f"base_model: {theirs.base_model}",
         )
-    if theirs.policy_head != config.policy_head:
-        what = {"lm": "samples", "scalar": "is a reward model, which scores and samples nothing"}
+    if theirs.policy_head == "scalar" != config.policy_head:
         raise ConfigError(
-            f"start_from: what {name} holds {what[theirs.policy_head]}; what this job needs {what[config.policy_head]}",
-            hint="a reward model is for jobs of kind 'preference' with loss.kind 'bradley_terry'",
+            f"start_from: {name} is a reward model, which scores and samples nothing",
+            hint="it is for jobs of kind 'preference' with loss.kind 'bradley_terry', or with head 'scalar'",
         )
     if not config.trains:
         return  # whatever it holds can be sampled from

@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
+HEAD_WEIGHT = "score.weight"
+"""How its name ends, whatever is before it."""
+
 
 class ScalarHead:
     """weight . hidden + bias in float32, whatever the model computes in. Both begin at 0, and so does every output.
@@ -27,7 +30,7 @@ class ScalarHead:
 
     def parameters(self, prefix: str = "") -> dict[str, nn.Parameter]:
         """Under the names that transformers gives the head of a sequence classifier."""
-        found = {f"{prefix}score.weight": self.weight}
+        found = {f"{prefix}{HEAD_WEIGHT}": self.weight}
         return found if self.bias is None else {**found, f"{prefix}score.bias": self.bias}
 
 

@@ -33,7 +33,7 @@ from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.packing import Pack, pack_data
-from opentinker.server.trainer.scalar_head import ScalarHead, classifier_config
+from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, classifier_config
 
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and config files of a model directory, which a full checkpoint carries along."""
@@ -260,12 +260,16 @@ class TorchTrainer:
         state = self._get(policy)
         found = checkpoint.open_checkpoint(folder)
         for key, mine in self._identity(state).items():
-            if found.get(key) != mine and not (weights_only and key == "critic"):
+            begins = weights_only and (key == "critic" or (key == "head" and found.get(key) is None))
+            if found.get(key) != mine and not begins:
                 raise CheckpointError(f"the checkpoint {folder} does not fit: its {key} is {found.get(key)}, not {mine}")
         if state.lora is not None:
             check_base(folder, found, self._base_digest())
         if weights_only:
-            weights = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.weights(), part=True)
+            like = state.optimizer.weights()
+            if state.head is not None and found.get("head") is None:  # a new head on what has learnt to talk
+                like = {key: weight for key, weight in like.items() if not key.endswith(HEAD_WEIGHT)}
+            weights = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, like, part=True)
             if state.critic is not None and state.critic.identity() == found.get("critic"):
                 state.critic.start_from(folder)
             state.optimizer.start_from(weights)

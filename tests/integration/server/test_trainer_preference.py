@@ -11,7 +11,8 @@ import torch
 from trainer_tools import VOCABULARY, assert_same, gradients, make_trainer, plain_logprobs, plain_model
 
 from opentinker.client.messages import AdamParams, Datum, LossConfig, PolicySpec, TokenChunk
-from opentinker.errors import InvalidRequestError
+from opentinker.errors import CheckpointError, InvalidRequestError
+from opentinker.server.trainer.checkpoint import write_checkpoint
 from opentinker.server.trainer.trainer import TorchTrainer
 
 DPO = LossConfig(name="dpo", beta=0.5, label_smoothing=0.1)
@@ -146,3 +147,27 @@ def test_a_loss_of_the_other_head_is_refused(tiny_model_dir: Path) -> None:
         make(tiny_model_dir, DPO).forward_backward("p", DATA, BRADLEY_TERRY, 1.0)
     with pytest.raises(InvalidRequestError, match="is a loss of logprobs"):
         make(tiny_model_dir, BRADLEY_TERRY).forward_backward("p", DATA, DPO, 1.0)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
+def test_a_reward_model_begins_with_what_a_policy_has_learnt_and_a_head_of_zero(
+    tiny_model_dir: Path, tmp_path: Path, lora: Any
+) -> None:
+    taught = make(tiny_model_dir, DPO, lora=lora)
+    for _ in range(2):
+        taught.forward_backward("p", DATA, DPO, 1.0)
+        taught.optim_step("p", AdamParams(learning_rate=1e-2))
+    write_checkpoint(tmp_path / "taught@1", lambda empty: taught.save("p", empty))
+    judge = make(tiny_model_dir, BRADLEY_TERRY, lora=lora)
+    judge.load("p", tmp_path / "taught@1", weights_only=True)
+    learnt, began = taught._policies["p"].optimizer.weights(), judge._policies["p"].optimizer.weights()
+    head = [name for name in began if name.endswith("score.weight")]
+    assert len(head) == 1
+    assert not began[head[0]].any()
+    for name in began.keys() - head:
+        assert torch.equal(began[name], learnt[name]), name
+    with pytest.raises(CheckpointError, match="its head is None, not scalar"):
+        judge.load("p", tmp_path / "taught@1")
+    write_checkpoint(tmp_path / "judge@0", lambda empty: judge.save("p", empty))
+    with pytest.raises(CheckpointError, match="its head is scalar, not None"):
+        taught.load("p", tmp_path / "judge@0", weights_only=True)
