@@ -134,10 +134,11 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
         try:
             part = [data[i] for i in minibatch.indices]
             report: dict[str, Any] = {}
+            if critic is not None:  # first, so that no failure of it leaves the policy ahead
+                step = _trained(trainer, policy, part, critic.loss, minibatch.factor, critic.optimizer, critic=True)
+                report["critic"] = step
             if critic is None or not critic.alone:
-                report = _trained(trainer, policy, part, loss, minibatch.factor, optimizer)
-            if critic is not None:
-                report["critic"] = _trained(trainer, policy, part, critic.loss, minibatch.factor, critic.optimizer, critic=True)
+                report |= _trained(trainer, policy, part, loss, minibatch.factor, optimizer)
             reports.append(report)
         except OpenTinkerError as error:
             if len(minibatches) > 1:

@@ -77,7 +77,8 @@ def critic_metrics(data: Sequence[Datum], trained: Mapping[str, Any] | None) -> 
 
 
 def _sampled(member: Member, name: str) -> Floats:
-    return np.concatenate([datum.arrays[name][datum.weights != 0] for datum in member.data]).astype(np.float64)
+    found: Floats = np.concatenate([datum.arrays[name][datum.weights != 0] for datum in member.data]).astype(np.float64)
+    return found
 
 
 def _judged(member: Member, arrays: Mapping[str, Floats]) -> Member:

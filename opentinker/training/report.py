@@ -141,7 +141,7 @@ def _curves(rows: Sequence[Row]) -> str:
     label = "held-out exact" if measure == "exact" else "held-out reward"
     main.append(Series(label, "c", points(held_out, measure), widths))
     keys = "".join(f'<i class="key {s.css}"></i>{s.label}' for s in main if s.points)
-    small = (
+    small: tuple[tuple[str, str], ...] = (
         ("engine/trainer mismatch (KL)", "mismatch_kl_mean"),
         ("gradient norm", "grad_norm"),
         ("rollout tokens per second", "tokens_per_s"),

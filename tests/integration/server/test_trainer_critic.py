@@ -18,7 +18,7 @@ from opentinker.server.trainer.trainer import TorchTrainer
 
 PPO = LossConfig(name="ppo")
 VALUE = LossConfig(name="value")
-CLIPPED = LossConfig(name="value", value_clip=0.05)
+CLIPPED = LossConfig(name="value", value_clip=0.8)
 ADAM = AdamParams(learning_rate=1e-2)
 CRITIC = {"rank": 2, "alpha": 4.0}
 KINDS = pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
@@ -151,7 +151,7 @@ def test_finite_differences_agree_with_the_gradient_of_head_and_adapter(
             with torch.no_grad():
                 for name, p in chosen.items():
                     p -= sign * 1e-3 * direction[name]
-        assert (found[0] - found[1]) / 2e-3 == pytest.approx(slope, rel=0.03, abs=1e-3), part
+        assert (found[0] - found[1]) / 2e-3 == pytest.approx(slope, rel=0.03, abs=5e-3), part
 
 
 @KINDS
