@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opentinker.training.report import Row, card_row, duration, page, points, small_charts, trained_part
+from opentinker.training.report import Row, card_row, change, duration, page, points, small_charts, trained_part
 from opentinker.training.svg import Series, line_chart, number
 
 _TITLES = {"dpo": "DPO", "ipo": "IPO", "bradley_terry": "reward model"}
@@ -51,9 +51,9 @@ def render_preference_report(
     where = "held-out" if summary["held_out"] else "in training"
     half = summary["accuracy_ci"]
     cards = [
-        ("lead", _change(summary, "accuracy", ".2f"), f"accuracy, {where}" + (f" (±{half:.2f})" if half is not None else "")),
-        ("", _change(summary, "margin", ".2f"), f"reward margin, {where}"),
-        ("", _change(summary, "loss", ".3f"), f"loss, {where}"),
+        ("lead", _change(summary, "accuracy"), f"accuracy, {where}" + (f" (±{half:.2f})" if half is not None else "")),
+        ("", _change(summary, "margin"), f"reward margin, {where}"),
+        ("", _change(summary, "loss"), f"loss, {where}"),
         ("", str(summary["steps"]), "training steps"),
         ("", number(summary["pairs_trained"]), "pairs trained"),
         ("", duration(summary["wall_s"]), "wall time"),
@@ -81,17 +81,16 @@ def render_preference_report(
         ("learning rate", "learning_rate"),
     ]
     shown = [(title, key) for title, key in charts if points(steps, key)]
-    body = f"{card_row(cards)}{_figure('Accuracy', accuracy)}{_figure('Loss', losses)}{small_charts(steps, shown)}"
+    body = f"{card_row(cards)}{_figure('Accuracy', accuracy, 0.0)}{_figure('Loss', losses, None)}{small_charts(steps, shown)}"
     return page(name, subtitle, body, config)
 
 
-def _figure(title: str, series: Sequence[Series]) -> str:
+def _figure(title: str, series: Sequence[Series], low: float | None) -> str:
     keys = "".join(f'<i class="key {s.css}"></i>{s.label}' for s in series if s.points)
     return (
-        f"<h2>{title}</h2><figure>{line_chart(list(series), low=0.0)}<figcaption>by training step {keys}</figcaption></figure>"
+        f"<h2>{title}</h2><figure>{line_chart(list(series), low=low)}<figcaption>by training step {keys}</figcaption></figure>"
     )
 
 
-def _change(summary: Mapping[str, Any], name: str, form: str) -> str:
-    values = (summary[f"{name}_before"], summary[f"{name}_after"])
-    return " → ".join("–" if value is None else format(value, form) for value in values)
+def _change(summary: Mapping[str, Any], name: str) -> str:
+    return change(summary[f"{name}_before"], summary[f"{name}_after"])
