@@ -1,6 +1,7 @@
 """Rows of preference datasets become pairs that differ in the last answer only; what is no comparison is named."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,15 @@ def test_the_kind_is_known_and_its_mistakes_are_explained() -> None:
         parse_job({**base, "loss": {"kind": "ipo", "label_smoothing": 0.1}})
     with pytest.raises(ConfigError, match="beta"):
         parse_job({**base, "loss": {"kind": "dpo", "beta": 0}})
+
+
+def test_the_examples_pairs_are_what_their_script_writes_and_none_is_held_out_and_trained(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    runpy.run_path(str(root / "examples" / "preferences.py"))["main"](tmp_path)
+    prompts = []
+    for name in ("preferences.jsonl", "preferences-held-out.jsonl"):
+        assert (tmp_path / name).read_text() == (root / "configs" / name).read_text()
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        prompts.append({tuple(sorted(row["chosen"].split(" = ")[0].split(" + "))) for row in rows})
+    assert not prompts[0] & prompts[1]
+    assert prepare(root / "configs" / "preference.yaml").config.kind == "preference"
