@@ -43,6 +43,8 @@ class PreferenceLoop(ExamplesLoop[PreferenceJobConfig]):
         self._train = train
         self._held_out = held_out
         self._held_out_pairs: RenderedPairs | None = None
+        self._compared: list[Datum] | None = None
+        """The held-out data with their references."""
         self._scores = isinstance(config.loss, BradleyTerryConfig)
         self._references = None if self._scores else References(policy, recorder.folder)
         self._ends = ends
@@ -100,10 +102,10 @@ class PreferenceLoop(ExamplesLoop[PreferenceJobConfig]):
         data = self._train.render(self._train.rows.first(PROBED_ROWS)).data
         return not data or await references.is_base(data)
 
-    def _all_data(self) -> Iterator[list[Datum]]:
+    def _all_data(self) -> Iterator[Sequence[Datum]]:
         """Of every row that the run will see."""
         if self._held_out is not None:
-            yield self._held_out_data().data
+            yield from _parts(self._held_out_data().data)
         rows, training = self._train.rows, self.config.training
         size = rows.size or 0
         drawn = training.steps * training.batch_size
@@ -134,13 +136,16 @@ class PreferenceLoop(ExamplesLoop[PreferenceJobConfig]):
                 f"all {rendered.dropped + rendered.unusable} held-out pairs are too long or unusable",
                 hint="raise engine.max_model_len, or look at data.held_out",
             )
-        if self._references is not None and "reference_logprobs" not in rendered.data[0].arrays:
-            rendered.data = [d for part in _parts(rendered.data) for d in await self._references.attach(part)]
+        if self._compared is None:
+            self._compared = rendered.data
+            if self._references is not None:
+                self._compared = [d for part in _parts(rendered.data) for d in await self._references.attach(part)]
         output: TokenScore = "values" if self._scores else "logprobs"
         outputs = []
+        # Without their references, as when these were computed: the same packs, so that an untrained policy is its reference.
         for part in _parts(rendered.data):
             outputs += (await self._policy.forward(part, compute=(output,), temperature=1.0))[output]
-        scores = score_pairs(self.config.loss, rendered.data, outputs)
+        scores = score_pairs(self.config.loss, self._compared, outputs)
         accuracy, margin = bootstrap(scores.correct), bootstrap(scores.margins)
         row: Row = finite(
             {

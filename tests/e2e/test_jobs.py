@@ -190,7 +190,7 @@ def test_fine_tuning_teaches_an_answer_and_reinforcement_goes_on_from_it(
 def test_preferences_teach_an_answer_or_a_score_and_reinforcement_goes_on_from_the_policy_only(
     cluster: Cluster, project: Path, tiny_model_dir: Path
 ) -> None:
-    rows = [{"prompt": "Say something.", "chosen": "aaa", "rejected": "bbb"}] * 4
+    rows = [{"prompt": f"Say {word}.", "chosen": "aaa", "rejected": "bbb"} for word in ("one", "two", "three", "four")]
     (project / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = {
         "kind": "preference",
@@ -210,7 +210,7 @@ def test_preferences_teach_an_answer_or_a_score_and_reinforcement_goes_on_from_t
         assert "pairs: step 6/6  loss" in result.stdout
         trained[name] = result.stdout.splitlines()[0]
         summary = json.loads((Path(cluster.client.job(trained[name])["run_dir"]) / "summary.json").read_text())
-        assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, 1.0)
+        assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, 1.0)  # ties, then all right
         assert summary["loss_after"] < summary["loss_before"]
         assert "held-out accuracy" in Path(summary["report"]).read_text()
 
@@ -225,6 +225,6 @@ def test_preferences_teach_an_answer_or_a_score_and_reinforcement_goes_on_from_t
     from_start = ("submit", project / "dpo.yaml", f"start_from={trained['dpo']}/final", "--follow")
     result = opentinker(*from_start, "--state-dir", cluster.state_dir)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "reference logprobs of 2 answers" in result.stdout
+    assert "reference logprobs of 8 answers" in result.stdout
     again = json.loads((Path(cluster.client.job(result.stdout.splitlines()[0])["run_dir"]) / "summary.json").read_text())
     assert (again["accuracy_before"], again["margin_before"]) == (0.5, 0.0), "it is compared with what it started from"
