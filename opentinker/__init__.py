@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from opentinker.client.messages import AdamParams
     from opentinker.client.submitted import SubmittedJob
     from opentinker.config.algorithms import CISPOConfig as CISPO
+    from opentinker.config.algorithms import CriticConfig, KLConfig, MismatchConfig, OverlongConfig
     from opentinker.config.algorithms import DAPOConfig as DAPO
     from opentinker.config.algorithms import DrGRPOConfig as DrGRPO
     from opentinker.config.algorithms import GRPOConfig as GRPO
     from opentinker.config.algorithms import GSPOConfig as GSPO
-    from opentinker.config.algorithms import KLConfig, MismatchConfig, OverlongConfig
+    from opentinker.config.algorithms import PPOConfig as PPO
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
     from opentinker.config.job import (
@@ -31,19 +32,22 @@ if TYPE_CHECKING:
         Scheduling,
         TrainerConfig,
     )
+    from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
+    from opentinker.config.preference import DPOConfig as DPO
+    from opentinker.config.preference import IPOConfig as IPO
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
     from opentinker.env.remote import RemoteEnvironment, remote_environment
     from opentinker.env.tasks import GeneratedTasks, ListTasks, TaskSource
     from opentinker.errors import JobFailedError, OpenTinkerError, ServerLostError
     from opentinker.images import Image
-    from opentinker.training.trainer import RLTrainer, SFTTrainer
+    from opentinker.training.trainer import PreferenceTrainer, RLTrainer, SFTTrainer
 
 _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
     "opentinker.client.messages": ("AdamParams",),
     "opentinker.client.submitted": ("SubmittedJob",),
-    "opentinker.config.algorithms": ("KLConfig", "MismatchConfig", "OverlongConfig"),
+    "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
     "opentinker.config.job": (
         "EngineConfig",
         "EvaluationConfig",
@@ -63,22 +67,28 @@ _HOMES = {
     "opentinker.env.tasks": ("GeneratedTasks", "ListTasks", "TaskSource"),
     "opentinker.errors": ("JobFailedError", "OpenTinkerError", "ServerLostError"),
     "opentinker.images": ("Image",),
-    "opentinker.training.trainer": ("RLTrainer", "SFTTrainer"),
+    "opentinker.training.trainer": ("PreferenceTrainer", "RLTrainer", "SFTTrainer"),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
-_ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "RLOO", "ReinforcePP")
+_ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "PPO", "RLOO", "ReinforcePP")
 _LAZY |= {name: ("opentinker.config.algorithms", f"{name}Config") for name in _ALGORITHMS}
+_LAZY |= {name: ("opentinker.config.preference", f"{name}Config") for name in ("BradleyTerry", "DPO", "IPO")}
 
 __version__ = "0.1.0"
 __all__ = [
     "CISPO",
     "DAPO",
+    "DPO",
     "GRPO",
     "GSPO",
+    "IPO",
+    "PPO",
     "RLOO",
     "Action",
     "AdamParams",
+    "BradleyTerry",
     "Client",
+    "CriticConfig",
     "DrGRPO",
     "EngineConfig",
     "Environment",
@@ -96,6 +106,7 @@ __all__ = [
     "MismatchConfig",
     "OpenTinkerError",
     "OverlongConfig",
+    "PreferenceTrainer",
     "RLJobConfig",
     "RLTrainer",
     "ReinforcePP",

@@ -53,6 +53,28 @@ class Storage:
         with self._asking():
             self._put(path)
 
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a small file there, in place of what is there."""
+        with self._asking():
+            key = self._key(path)
+            self._fs.makedirs(key.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(key, content)
+
+    def remove(self, path: Path) -> bool:
+        """Remove one file; whether it was there."""
+        with self._asking():
+            self._fs.invalidate_cache()
+            if not self._fs.exists(self._key(path)):
+                return False
+            self._fs.rm_file(self._key(path))
+            return True
+
+    def files(self, folder: Path) -> list[Path]:
+        """The files that are there in a folder, not below it, as where each would lie here."""
+        with self._asking():
+            self._fs.invalidate_cache()
+            return [folder / str(name).rpartition("/")[2] for name in self._fs.find(self._key(folder), maxdepth=1)]
+
     def put_folder(self, folder: Path, *, last: str = "") -> None:
         """Copy a folder's files there. The one called `last` is removed first and copied last: a reader who finds it finds
         all of them, however this ends."""

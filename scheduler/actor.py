@@ -158,6 +158,15 @@ class RemoteScheduler:
     async def checkpoints(self, owner: str, job_id: str) -> list[dict[str, Any]]:
         return await _answer(self._handle.checkpoints.remote(owner, job_id))
 
+    async def tag_checkpoint(self, owner: str, job_id: str, name: str, tag: str, by: Caller) -> dict[str, Any]:
+        return await _answer(self._handle.tag_checkpoint.remote(owner, job_id, name, tag, by))
+
+    async def untag_checkpoint(self, owner: str, job_id: str, tag: str, by: Caller) -> None:
+        await _answer(self._handle.untag_checkpoint.remote(owner, job_id, tag, by))
+
+    async def delete_checkpoint(self, owner: str, job_id: str, name: str, by: Caller) -> None:
+        await _answer(self._handle.delete_checkpoint.remote(owner, job_id, name, by))
+
     async def models(self) -> list[dict[str, Any]]:
         return await _answer(self._handle.models.remote())
 

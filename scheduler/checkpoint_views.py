@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from opentinker.checkpoints import Checkpoint, CheckpointRef, find, parse_ref, versioned
+from opentinker.checkpoint_marks import Marks, resolve, tags_of
+from opentinker.checkpoints import Checkpoint, CheckpointRef, parse_ref, versioned
 from opentinker.config.job import JobConfig, LoraConfig, parse_job
 from opentinker.errors import ConfigError, NotFoundError
 from opentinker.scheduler.records import Job
@@ -22,10 +23,13 @@ def ref_of(job: Job, name: str, version: int | None) -> CheckpointRef:
 
 def checkpoint_views(job: Job, storage: Storage | None) -> list[dict[str, Any]]:
     """What the API tells of a job's checkpoints, newest first."""
-    return [_view(job, checkpoint) for checkpoint in all_checkpoints(checkpoint_root(job), storage)]
+    root = checkpoint_root(job)
+    tags = Marks(root, storage).tags()
+    return [checkpoint_view(job, checkpoint, tags) for checkpoint in all_checkpoints(root, storage)]
 
 
-def _view(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
+def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str]) -> dict[str, Any]:
+    """What the API tells of one, given the tags of all."""
     return {
         "name": checkpoint.name,
         "version": checkpoint.version,
@@ -35,6 +39,7 @@ def _view(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
         "step": checkpoint.step,
         "created_at": checkpoint.created_at,
         "bytes": checkpoint.bytes,
+        "tags": tags_of(tags, checkpoint),
     }
 
 
@@ -61,8 +66,9 @@ def resolve_start(ref: CheckpointRef, source: Job, config: JobConfig, storage: S
         ConfigError: there is none, or it does not fit the job.
         UnavailableError: the storage does not answer.
     """
-    saved = all_checkpoints(checkpoint_root(source), storage)
-    found = find(saved, ref.name, ref.version)
+    root = checkpoint_root(source)
+    saved = all_checkpoints(root, storage)
+    found = resolve(saved, Marks(root, storage).tags(), ref.name, ref.version)
     if found is None:
         known = [versioned(c.name, c.version) for c in saved]
         raise ConfigError(
@@ -70,7 +76,7 @@ def resolve_start(ref: CheckpointRef, source: Job, config: JobConfig, storage: S
             hint=f"it has {', '.join(known[:10])}" if known else "it has none",
         )
     _check_fit(str(ref_of(source, found.name, found.version)), found, source, config)
-    return replace(ref, user=source.owner, version=found.version)
+    return replace(ref, user=source.owner, name=found.name, version=found.version)
 
 
 def _check_fit(name: str, found: Checkpoint, source: Job, config: JobConfig) -> None:
@@ -79,6 +85,11 @@ def _check_fit(name: str, found: Checkpoint, source: Job, config: JobConfig) -> 
         raise ConfigError(
             f"start_from: {name} was trained on the base model '{theirs.base_model}', this job has '{config.base_model}'",
             hint=f"base_model: {theirs.base_model}",
+        )
+    if theirs.policy_head == "scalar" != config.policy_head:
+        raise ConfigError(
+            f"start_from: {name} is a reward model, which scores and samples nothing",
+            hint="it is for jobs of kind 'preference' with loss.kind 'bradley_terry', or with head 'scalar'",
         )
     if not config.trains:
         return  # whatever it holds can be sampled from

@@ -34,6 +34,9 @@ class ServerSpec:
     """The file that the server's processes append their output to."""
     start_from: str = ""
     """The folder of the checkpoint whose weights the policy starts from."""
+    head: str = "lm"
+    critic: dict[str, Any] | None = None
+    """The fields of `LoraConfig` of the policy's critic, if it has one."""
 
 
 @dataclass(frozen=True)

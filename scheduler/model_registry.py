@@ -18,8 +18,10 @@ def _bytes_per_parameter(config: JobConfig) -> int:
     if not config.trains:
         return each
     # Two copies of the weights; of those that are trained also the float32 gradient, master and two moments. In float32 the
-    # weight is its own master.
-    return 2 * each if config.lora is not None else 2 * each + (16 if each == 2 else 12)
+    # weight is its own master. The critic of a policy that trains them has a copy for itself.
+    if config.lora is not None:
+        return 2 * each
+    return 2 * each + (16 if each == 2 else 12) + (each if config.policy_critic is not None else 0)
 
 
 class ModelRegistry:

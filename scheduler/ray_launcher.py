@@ -211,7 +211,13 @@ class RayLauncher:
         except* RayError as errors:
             raise errors.exceptions[0] from errors
         await parts.front.attach.remote(worker.result())
-        policy = {"lora": spec.lora, "seed": spec.seed, "checkpoint": spec.start_from or None}
+        policy = {
+            "lora": spec.lora,
+            "head": spec.head,
+            "critic": spec.critic,
+            "seed": spec.seed,
+            "checkpoint": spec.start_from or None,
+        }
         await parts.front.create_policy.remote(spec.policy_id, policy, self._settings.start_timeout_s)
         return Launched(front.result(), parts.pids["worker"], parts.pids["front"])
 

@@ -175,6 +175,8 @@ class ServerCare:
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),
             log_path=str(Path(job.run_dir) / SERVER_LOG_NAME),
             start_from=self._start_folder(config.start_from),
+            head=config.policy_head,
+            critic=None if config.policy_critic is None else config.policy_critic.model_dump(mode="json"),
         )
 
     def _start_folder(self, start_from: str) -> str:

@@ -18,6 +18,7 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.scheduler.auth import new_api_key, policy_token, without_details
+from opentinker.scheduler.checkpoint_care import CheckpointCare
 from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.driver import LOG_NAME
@@ -76,6 +77,7 @@ class SchedulerService:
         )
         self.users = UserDirectory(store, secret, now, steady)
         self._gpu_use = GpuUseReader(store, launcher, settings)
+        self._checkpoints = CheckpointCare(store, self._storage, self._storage_calls)
         self._submissions = Submissions(
             settings,
             store,
@@ -87,6 +89,7 @@ class SchedulerService:
             self._reconciler,
             self._gpu_use,
             now,
+            self._checkpoints,
         )
 
     def create_key(self) -> None:
@@ -236,6 +239,23 @@ class SchedulerService:
         if self._storage is None:
             return await asyncio.to_thread(checkpoint_views, job, None)
         return await self._storage_calls.run(partial(checkpoint_views, job, self._storage), READ_S)
+
+    async def tag_checkpoint(self, owner: str, job_id: str, name: str, tag: str, by: Caller) -> dict[str, Any]:
+        """Give a checkpoint another name; see `CheckpointCare.tag`."""
+        job = self._owned(owner, job_id)
+        view = await self._checkpoints.tag(job, name, tag)
+        self.users.note(by, "checkpoint.tag", f"{view['ref']} {tag}"[:200])
+        return view
+
+    async def untag_checkpoint(self, owner: str, job_id: str, tag: str, by: Caller) -> None:
+        job = self._owned(owner, job_id)
+        await self._checkpoints.untag(job, tag)
+        self.users.note(by, "checkpoint.untag", f"{job.owner}/{job.id} {tag}"[:200])
+
+    async def delete_checkpoint(self, owner: str, job_id: str, name: str, by: Caller) -> None:
+        """Delete a checkpoint for good; see `CheckpointCare.delete`."""
+        ref = await self._checkpoints.delete(self._owned(owner, job_id), name)
+        self.users.note(by, "checkpoint.delete", str(ref))
 
     async def _lines(self, job: Job, path: Path, offset: int) -> tuple[bytes, int, bool]:
         read = partial(read_lines, path, offset, complete=self._quiet(job), all_here=self._all_here(job))

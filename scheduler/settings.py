@@ -137,7 +137,11 @@ class Settings(Config):
     worker_class: str = "opentinker.server.actors:WorkerProcess"
     front_class: str = "opentinker.server.actors:FrontProcess"
     drivers: dict[str, str] = Field(
-        default_factory=lambda: {"rl": "opentinker.training.run:run_rl_job", "sft": "opentinker.training.run:run_sft_job"}
+        default_factory=lambda: {
+            "rl": "opentinker.training.run:run_rl_job",
+            "sft": "opentinker.training.run:run_sft_job",
+            "preference": "opentinker.training.run:run_preference_job",
+        }
     )
     """By kind of job, what drives it on the cluster."""
     check_model: str = "opentinker.server.models:check_model"

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from opentinker.checkpoints import parse_ref
+from opentinker.checkpoints import CheckpointRef, parse_ref
 from opentinker.config.job import JobConfig, RLJobConfig, parse_job
 from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, TooLargeError, UnavailableError
+from opentinker.scheduler.checkpoint_care import CheckpointCare
 from opentinker.scheduler.checkpoint_views import resolve_start, start_source
 from opentinker.scheduler.gpu_use import GpuUseReader
 from opentinker.scheduler.imports import load
@@ -53,7 +54,9 @@ class Submissions:
         reconciler: Reconciler,
         gpu_use: GpuUseReader,
         now: Callable[[], float],
+        checkpoints: CheckpointCare,
     ) -> None:
+        self._checkpoints = checkpoints
         self._settings = settings
         self._store = store
         self._launcher = launcher
@@ -100,13 +103,15 @@ class Submissions:
             if earlier is not None:
                 return _same(earlier, resolved, code)
         await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
+        start: tuple[CheckpointRef, Job] | None = None
         if parsed.start_from:
             ref = parse_ref(parsed.start_from)
             source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
             # What the name means now is what it means for good, however often the server starts.
             resolve = partial(resolve_start, ref, source, parsed, self._storage)
             asked = asyncio.to_thread(resolve) if self._storage is None else self._storage_calls.run(resolve, STORAGE_S)
-            resolved["start_from"] = str(await asked)
+            start = await asked, source
+            resolved["start_from"] = str(start[0])
         nodes = await self._launcher.nodes()
         demand = demand_of(parsed.resources, nodes, self._reconciler.node_types)
         await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use.read(nodes))
@@ -116,7 +121,14 @@ class Submissions:
         run_dir = self._settings.run_root / owner / job_id
         uploaded = self._storage if code else None
         await self._prepare(run_dir, code, uploaded, parsed)
+        if start is not None:
+            try:
+                await self._checkpoints.hold(job_id, *start, parsed)
+            except BaseException:
+                await self._drop(run_dir, uploaded)
+                raise
         if self.closed:
+            await self._given_up(job_id, start)
             await self._drop(run_dir, uploaded)
             raise ConflictError("the cluster is being stopped")
         now = self._now()
@@ -138,12 +150,20 @@ class Submissions:
         try:
             accepted = self._store.accept(job, Event(job_id, now, "submitted"))
         except Exception:
+            await self._given_up(job_id, start)
             await self._drop(run_dir, uploaded)
             raise
         if accepted.id != job_id:  # another scheduler's answer to the same request
+            await self._given_up(job_id, start)
             await self._drop(run_dir, uploaded)
             return _same(accepted, resolved, code)
+        if start is not None:
+            await self._checkpoints.accepted(job_id, start[1], failed=False)
         return job
+
+    async def _given_up(self, job_id: str, start: tuple[CheckpointRef, Job] | None) -> None:
+        if start is not None:
+            await self._checkpoints.accepted(job_id, start[1], failed=True)
 
     async def _prepare(self, run_dir: Path, code: dict[str, str] | None, uploaded: Storage | None, config: JobConfig) -> None:
         """Make the job's folder, and upload what `uploaded` is to have of it: that alone waits for the storage."""

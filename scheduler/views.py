@@ -84,6 +84,8 @@ class CheckpointView(_View):
     """Optimizer steps behind its weights."""
     created_at: float
     bytes: int
+    tags: list[str]
+    """Other names that it was given; each can be used in place of `name@version`."""
 
 
 class Checkpoints(_View):

@@ -8,10 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from opentinker.checkpoint_marks import resolve
 from opentinker.checkpoints import MANIFEST, Checkpoint, checkpoints, find, parse_name, versioned
 from opentinker.client.messages import (
+    PAIR_LOSSES,
+    SCALAR_LOSSES,
     TOKEN_SCORES,
     AdamParams,
+    CriticStep,
     Datum,
     LossConfig,
     Minibatch,
@@ -22,9 +26,11 @@ from opentinker.client.messages import (
 from opentinker.config.base import nearest
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError, UnavailableError
 from opentinker.server.images import resolved
+from opentinker.server.keeping import DRIVER, check_keep_last, driver_json, prune, read_driver, tags
 from opentinker.server.protocol import CommandWork
-from opentinker.server.state import State
+from opentinker.server.state import Hosted, State
 from opentinker.server.sync import first_measure, publish, push, serve
+from opentinker.server.trainer.base import Trainer
 from opentinker.server.trainer.checkpoint import recover_all, write_checkpoint
 from opentinker.server.weights import checkpoint_weights
 from opentinker.storage import all_checkpoints
@@ -56,10 +62,12 @@ def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     trainer = state.parts.trainer
     trainer.create_policy(policy, spec)
     try:
-        state.policies[policy] = first_measure(state.parts, policy)
+        scores = not trainer.samples(policy)
+        state.policies[policy] = Hosted(0.0, [], {}, samples=False) if scores else first_measure(state.parts, policy)
         if spec.checkpoint is not None:
             trainer.load(policy, _here(state, Path(spec.checkpoint)), weights_only=True)
-            push(state, policy, 0)
+            if not scores:
+                push(state, policy, 0)
     except Exception:
         state.policies.pop(policy, None)
         trainer.delete_policy(policy)
@@ -93,31 +101,45 @@ def _forward_backward(state: State, policy: str, args: dict[str, Any]) -> dict[s
     state.hosted(policy)
     loss, factor = validate(LossConfig, args.get("loss")), _number(args.get("factor", 1.0), "factor")
     result = state.parts.trainer.forward_backward(policy, _data(state, args), loss, factor)
-    return {"loss": result.loss, "metrics": result.metrics, "logprobs": result.logprobs}
+    name = "values" if loss.name in SCALAR_LOSSES else "logprobs"
+    return {"loss": result.loss, "metrics": result.metrics, name: result.logprobs}
 
 
 def _optim_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     state.hosted(policy)
-    return dict(state.parts.trainer.optim_step(policy, validate(AdamParams, args)))
+    critic = _flag(args.get("critic", False), "critic")
+    params = validate(AdamParams, {name: value for name, value in args.items() if name != "critic"})
+    return dict(state.parts.trainer.optim_step(policy, params, critic=critic))
 
 
 def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     """Written with the small commands; nothing is trained unless everything is valid."""
-    _known(args, "data", "minibatches", "loss", "optimizer", "publish")
+    _known(args, "data", "minibatches", "loss", "optimizer", "critic", "publish")
     hosted = state.hosted(policy)
     data = _data(state, args)
     loss, optimizer = validate(LossConfig, args.get("loss")), validate(AdamParams, args.get("optimizer"))
+    critic = None if args.get("critic") is None else validate(CriticStep, args["critic"])
     minibatches = _minibatches(args.get("minibatches"), len(data))
-    will_publish = args.get("publish", True)
-    if not isinstance(will_publish, bool):
-        raise InvalidRequestError("publish must be true or false")
+    will_publish = _flag(args.get("publish", True), "publish")
     trainer = state.parts.trainer
-    trainer.check(data, loss)
+    trainer.check(policy, data, loss)
+    if critic is not None:
+        trainer.check(policy, data, critic.loss)
+    for minibatch in minibatches if loss.name in PAIR_LOSSES else ():
+        trainer.check(policy, [data[i] for i in minibatch.indices], loss)  # whether it keeps pairs together
+    if will_publish:
+        state.check_samples(policy)
     reports: list[dict[str, Any]] = []
     for minibatch in minibatches:
         try:
-            passed = trainer.forward_backward(policy, [data[i] for i in minibatch.indices], loss, minibatch.factor)
-            reports.append({"loss": passed.loss, "metrics": passed.metrics, **trainer.optim_step(policy, optimizer)})
+            part = [data[i] for i in minibatch.indices]
+            report: dict[str, Any] = {}
+            if critic is not None:  # first, so that no failure of it leaves the policy ahead
+                step = _trained(trainer, policy, part, critic.loss, minibatch.factor, critic.optimizer, critic=True)
+                report["critic"] = step
+            if critic is None or not critic.alone:
+                report |= _trained(trainer, policy, part, loss, minibatch.factor, optimizer)
+            reports.append(report)
         except OpenTinkerError as error:
             if len(minibatches) > 1:
                 error.detail = f"minibatch {len(reports)} of {len(minibatches)}: {error.detail}; those before it were applied"
@@ -126,15 +148,31 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
     return {"minibatches": reports, "version": hosted.version, "publish": published}
 
 
+def _trained(
+    trainer: Trainer,
+    policy: str,
+    data: Sequence[Datum],
+    loss: LossConfig,
+    factor: float,
+    optimizer: AdamParams,
+    *,
+    critic: bool = False,
+) -> dict[str, Any]:
+    """One optimizer step of the policy, or of its critic."""
+    passed = trainer.forward_backward(policy, data, loss, factor)
+    return {"loss": passed.loss, "metrics": passed.metrics, **trainer.optim_step(policy, optimizer, critic=critic)}
+
+
 def _publish(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args, "mode")
     return publish(state, policy, str(args.get("mode", "drain")))
 
 
 def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
-    _known(args, "name")
+    _known(args, "name", "driver", "keep_last")
     version, root = state.hosted(policy).version, state.parts.checkpoint_root
     name, chosen = parse_name(args.get("name"))
+    driver, keep_last = driver_json(args.get("driver")), check_keep_last(args.get("keep_last"))
     if chosen is not None:
         raise InvalidRequestError(f"'{args['name']}' is not a checkpoint name", hint="a save adds the version itself")
     folder = root / versioned(name, version)
@@ -142,7 +180,8 @@ def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     # The newest of a name is the one saved last, however the clock is set meanwhile.
     created_at = max(time.time(), before.created_at + 1e-3 if before else 0.0)
     about = {"name": name, "version": version, "created_at": created_at}
-    manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty, about))
+    beside = {} if driver is None else {DRIVER: driver}
+    manifest = write_checkpoint(folder, lambda empty: state.parts.trainer.save(policy, empty, about, beside))
     storage = state.parts.storage
     if storage is not None:
         try:
@@ -152,18 +191,19 @@ def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
                 f"the checkpoint {folder} is whole on this node, but was not copied: {error.detail}",
                 hint="save it again when the storage is back",
             ) from error
-    return {"path": str(folder), "name": name, "version": version, "manifest": manifest}
+    pruned = prune(root, name, keep_last, storage)
+    return {"path": str(folder), "name": name, "version": version, "manifest": manifest, "pruned": pruned}
 
 
 def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Also publishes, so that the engine samples from what was loaded."""
+    """Also publishes, so that the engine samples from what was loaded, unless nothing can be sampled."""
     _known(args, "name")
-    state.hosted(policy)
+    hosted = state.hosted(policy)
     name, version = parse_name(args.get("name"))
     root = state.parts.checkpoint_root
     recover_all(root)
     saved = _saved(state, root)
-    found = find(saved, name, version)
+    found = resolve(saved, tags(root, state.parts.storage), name, version)
     path = root / versioned(name, version) if found is None else found.path
     if found is None and not path.is_dir():  # of one that is damaged, `load` says what is wrong
         known = ", ".join(versioned(c.name, c.version) for c in saved[:10])
@@ -172,7 +212,12 @@ def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
             hint=f"there are: {known}" if known else "none was saved yet",
         )
     state.parts.trainer.load(policy, _here(state, path))
-    return publish(state, policy, "drain")
+    driver = read_driver(path)
+    if not hosted.samples:
+        return {"version": hosted.version, "driver": driver}
+    # A new server takes up the numbers where the checkpoint's left off, so that a version means the same weights for good.
+    before = max(hosted.attempted, (found.version or 0) - 1 if found is not None else 0)
+    return {**publish(state, policy, "drain", after=before), "driver": driver}
 
 
 def _saved(state: State, root: Path) -> list[Checkpoint]:
@@ -215,6 +260,12 @@ def _number(value: Any, what: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise InvalidRequestError(f"{what} must be a finite number")
     return float(value)
+
+
+def _flag(value: Any, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{what} must be true or false")
+    return value
 
 
 def _list(value: Any, what: str) -> Sequence[Any]:

@@ -54,6 +54,8 @@ class Hosted:
     """Mean |logprob difference| between engine and trainer at version 0."""
     canary_logprobs: list[FloatArray]
     digests: dict[str, str]
+    samples: bool = True
+    """False: it has a scalar head, and is never published."""
     version: int = 0
     attempted: int = 0
     """Highest version number that the engine was given; a failed publish uses one up."""
@@ -81,6 +83,14 @@ class State:
         if policy not in self.policies:
             raise NotFoundError(f"no policy '{policy}' on this server")
         return self.policies[policy]
+
+    def check_samples(self, policy: str) -> None:
+        """Raises: ConflictError when the policy only scores, NotFoundError when there is none."""
+        if not self.hosted(policy).samples:
+            raise ConflictError(
+                f"policy '{policy}' has a scalar head: it scores, and cannot be published or sampled",
+                hint="ask `forward` for its 'values'; train it with publish=False",
+            )
 
     def check_version(self, policy: str, version: int | None) -> None:
         """Is `version` what the policy's samples come from? None stands for whichever does.

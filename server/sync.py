@@ -75,8 +75,8 @@ def serve(parts: Parts, weights: NamedTensors | None) -> Hosted:
     return Hosted(baseline=0.0, canary_logprobs=[], digests=digests)
 
 
-def publish(state: State, policy: str, mode: str) -> dict[str, Any]:
-    """Make the engine sample from the trainer's weights, under the next version.
+def publish(state: State, policy: str, mode: str, *, after: int = 0) -> dict[str, Any]:
+    """Make the engine sample from the trainer's weights, under the next version, which is above `after`.
 
     `mode` says what happens to running requests: 'drain' finishes them under the old version, 'abort' starts them anew
     under the new one, and fails those that were asked of the old one.
@@ -84,8 +84,10 @@ def publish(state: State, policy: str, mode: str) -> dict[str, Any]:
     Raises:
         WeightSyncError: a tensor did not arrive as it was sent, or engine and trainer disagree. The version stays, and
             the engine refuses to sample until a publish succeeds.
+        ConflictError: the policy only scores.
         DeadlineError: running requests do not end; nothing was published.
     """
+    state.check_samples(policy)
     hosted = state.hosted(policy)
     engine = state.parts.engine
     if mode == "drain":
@@ -97,7 +99,7 @@ def publish(state: State, policy: str, mode: str) -> dict[str, Any]:
         hint = "'continue' would mix versions in one sample" if mode == "continue" else ""
         raise InvalidRequestError(f"publish mode '{mode}' is not offered: use 'drain' or 'abort'", hint=hint)
     # A push that fails leaves a fault, for which the worker fails the interrupted requests.
-    result = push(state, policy, hosted.attempted + 1)
+    result = push(state, policy, max(hosted.attempted, after) + 1)
     try:
         for request in interrupted:
             try:

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from opentinker.errors import CheckpointError
 from opentinker.server.trainer.checkpoint import open_checkpoint
+from opentinker.server.trainer.identity import base_digest, check_base
 from opentinker.server.trainer.lora import PEFT_PREFIX, merge
 from opentinker.server.vision import auto_class
 
@@ -26,7 +27,9 @@ def checkpoint_weights(model_dir: Path, folder: Path) -> Iterator[tuple[str, tor
     state = open_checkpoint(folder)
     if state["kind"] == "full":
         return iter(_parameters(folder).items())
-    return _merged(_parameters(model_dir), folder, state["lora"])
+    base = _parameters(model_dir)
+    check_base(folder, state, base_digest(base.items()))
+    return merged(base, folder, state["lora"])
 
 
 def _parameters(folder: Path) -> dict[str, torch.Tensor]:
@@ -38,7 +41,12 @@ def _parameters(folder: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def _merged(base: dict[str, torch.Tensor], folder: Path, lora: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def merged(base: dict[str, torch.Tensor], folder: Path, lora: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a base model with the adapter of a checkpoint in them.
+
+    Raises:
+        CheckpointError: the adapter cannot be read, or is of another architecture.
+    """
     try:
         adapter = load_file(folder / ADAPTER)
         scale = float(lora["alpha"]) / int(lora["rank"])

@@ -171,7 +171,7 @@ class Worker:
 
     def _add(self, work: SampleWork) -> None:
         try:
-            self._state.hosted(work.policy)
+            self._state.check_samples(work.policy)
             if self._state.fault is not None:
                 raise self._state.fault
             self._state.check_version(work.policy, work.request.version)

@@ -16,6 +16,7 @@ from opentinker.config.algorithms import (
     CustomConfig,
     DrGRPOConfig,
     GRPOConfig,
+    PPOConfig,
     ReinforcePPConfig,
     RLOOConfig,
 )
@@ -31,7 +32,10 @@ def advantage_function(config: AlgorithmConfig, base_dir: Path | None = None) ->
 
     Raises:
         EnvironmentLoadError: the user's function cannot be loaded.
+        ConfigError: it takes a critic's values, and not rewards alone.
     """
+    if isinstance(config, PPOConfig):
+        raise ConfigError("algorithm.kind 'ppo': its advantages are made of a critic's values, see opentinker.training.ppo")
     if isinstance(config, CustomConfig):
         return user_advantages(load_function(config.function, base_dir), f"algorithm.function {config.function}")
 

@@ -60,6 +60,7 @@ def checkpoints_view(found: list[dict[str, Any]], now: float, width: int) -> Ren
         ("step", {"justify": "right"}),
         ("size", {"justify": "right"}),
         ("age", {"justify": "right"}),
+        *([("tags", {})] if (tagged := any(checkpoint.get("tags") for checkpoint in found)) else []),
         *([("base model", {})] if width >= WIDE else []),
     )
     for checkpoint in found:
@@ -69,6 +70,7 @@ def checkpoints_view(found: list[dict[str, Any]], now: float, width: int) -> Ren
             str(checkpoint["step"]),
             size(checkpoint["bytes"]),
             ago(checkpoint["created_at"], now),
+            *([Text(", ".join(checkpoint.get("tags", [])))] if tagged else []),
             *([Text(checkpoint["base_model"].rstrip("/").rpartition("/")[2])] if width >= WIDE else []),
         )
     return table

@@ -18,7 +18,7 @@ from rich.text import Text
 from opentinker.client.local import API_KEY_VARIABLE, STATE_DIR, find_cluster
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.client.submission import read_job
-from opentinker.config.job import RLJobConfig, SFTJobConfig
+from opentinker.config.job import PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.errors import ConfigError, OpenTinkerError
 
 out = Console(highlight=False)
@@ -99,14 +99,14 @@ def connected(url: str | None, key: Path | None, state_dir: Path) -> Iterator[Sc
         client.close()
 
 
-def read_driven_config(path: Path, overrides: list[str] | None) -> RLJobConfig | SFTJobConfig:
+def read_driven_config(path: Path, overrides: list[str] | None) -> RLJobConfig | SFTJobConfig | PreferenceJobConfig:
     """The job with a driver that a YAML file and overrides describe.
 
     Raises:
         ConfigError: it is of another kind, or see `read_job`.
     """
     job = read_job(path, overrides or ())
-    if not isinstance(job, RLJobConfig | SFTJobConfig):
+    if not isinstance(job, RLJobConfig | SFTJobConfig | PreferenceJobConfig):
         raise ConfigError(
             f"{path} describes a job of kind '{job.kind}': there is nothing to drive from this process", hint=_INSTEAD[job.kind]
         )

@@ -7,6 +7,7 @@ from typer.core import TyperGroup
 
 from opentinker.cli import (
     cancel,
+    checkpoint,
     checkpoints,
     demo,
     describe,
@@ -66,6 +67,7 @@ for _module in (up, down, submit, train, ps, top, describe, logs, events, checkp
     _name = _module.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_module, _name))
 app.add_typer(env.env, name="env")
+app.add_typer(checkpoint.checkpoint, name="checkpoint")
 app.add_typer(secrets.secrets, name="secrets")
 app.add_typer(users.users, name="users")
 app.add_typer(env.env, name="env")

@@ -20,7 +20,7 @@ from opentinker.cli.common import (
 )
 from opentinker.cli.follow import follow
 from opentinker.client.submission import prepare
-from opentinker.config.job import RLJobConfig, SFTJobConfig
+from opentinker.config.job import PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.training.progress import Progress
 
 
@@ -51,7 +51,7 @@ def submit(
     with connected(url, key, state_dir) as client:
         record = client.submit(sent.fields(), code=code)
         out.print(record["id"], soft_wrap=True)
-        if not follow_ or not isinstance(job, RLJobConfig | SFTJobConfig):
+        if not follow_ or not isinstance(job, RLJobConfig | SFTJobConfig | PreferenceJobConfig):
             err.print(f"follow it with `opentinker logs -f {record['id']}`")
             return
         with Progress(record["name"] or job.default_name(), job.training.steps) as progress:

@@ -1,7 +1,7 @@
 """`opentinker train`: the same job, driven by this process."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -24,10 +24,13 @@ from opentinker.client.functions import algorithm_file, check_algorithm, with_ad
 from opentinker.client.local import find_cluster
 from opentinker.client.reach import Connect
 from opentinker.client.task_files import check_example_files, check_task_files, named, task_files
-from opentinker.config.job import RLJobConfig, SFTJobConfig
+from opentinker.config.job import PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.errors import ConfigError
 from opentinker.training.progress import Progress
-from opentinker.training.run import checked_environment, run_rl_job, run_sft_job
+from opentinker.training.run import checked_environment, run_preference_job, run_rl_job, run_sft_job
+
+E = TypeVar("E", bound=SFTJobConfig | PreferenceJobConfig)
+_DRIVERS = {RLJobConfig: run_rl_job, SFTJobConfig: run_sft_job, PreferenceJobConfig: run_preference_job}
 
 
 def train(
@@ -50,7 +53,7 @@ def train(
     if isinstance(job, RLJobConfig):
         job, code_dir = _checked_rl(job, config.parent)
     else:
-        job = _checked_sft(job, config.parent)
+        job = _checked_examples(job, config.parent)
     scheduling = job.scheduling
     if scheduling.max_restarts:
         err.print(
@@ -63,6 +66,8 @@ def train(
         with client.create_job(
             job.base_model,
             lora=job.lora,
+            head=job.policy_head,
+            critic=job.policy_critic,
             engine=job.engine,
             trainer=job.trainer,
             resources=job.resources,
@@ -71,7 +76,7 @@ def train(
             seed=job.training.seed,
             start_from=job.start_from,
         ) as hosted:
-            drive = run_rl_job if isinstance(job, RLJobConfig) else run_sft_job
+            drive = _DRIVERS[type(job)]
             with Progress(job.name or job.default_name(), job.training.steps) as progress, hosted.explained():
                 summary = drive(
                     job.model_dump(mode="json"),
@@ -107,7 +112,7 @@ def _checked_rl(job: RLJobConfig, folder: Path) -> tuple[RLJobConfig, Path | Non
     return with_algorithm_file(named(job, names), names), code_dir
 
 
-def _checked_sft(job: SFTJobConfig, folder: Path) -> SFTJobConfig:
+def _checked_examples(job: E, folder: Path) -> E:
     examples = task_files(job, folder, Path())
     check_example_files(job, examples)
     return named(job, {field: str(path) for field, path in examples.items()})

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from opentinker.client.local import find_cluster
 from opentinker.client.policy import PolicyClient
@@ -69,6 +69,8 @@ class Client:
         base_model: str,
         *,
         lora: LoraConfig | None = None,
+        critic: LoraConfig | None = None,
+        head: Literal["lm", "scalar"] = "lm",
         engine: EngineConfig | None = None,
         trainer: TrainerConfig | None = None,
         resources: Resources | None = None,
@@ -81,6 +83,7 @@ class Client:
         """Submit an interactive job and wait until its server is up. Time in the cluster's queue counts.
 
         `start_from` is the address of a checkpoint whose weights the policy starts from, such as `job-46b60ae170/guess-v1`.
+        `critic` puts one beside the policy, for `PPO`; with head 'scalar' the policy is a reward model.
 
         Raises:
             ConfigError: the arguments do not make a job.
@@ -92,6 +95,8 @@ class Client:
             "interactive",
             base_model=base_model,
             lora=lora,
+            critic=critic,
+            head=head,
             engine=engine,
             trainer=trainer,
             resources=resources,
@@ -256,12 +261,14 @@ class Job:
         with self.explained():
             return self._sync.run(connected())
 
-    def save(self, name: str) -> dict[str, Any]:
-        """Checkpoint the policy under `name` on the cluster: {"path", "name", "version", "manifest"}."""
-        return self.run(lambda policy: policy.save(name))
+    def save(self, name: str, *, keep_last: int | None = None) -> dict[str, Any]:
+        """Checkpoint the policy under `name` on the cluster: {"path", "name", "version", "manifest", "pruned"}; for
+        `keep_last` see `PolicyClient.save`."""
+        return self.run(lambda policy: policy.save(name, keep_last=keep_last))
 
     def load(self, name: str) -> dict[str, Any]:
-        """Restore weights and optimizer from this job's checkpoint `name`, the newest or as `name@version`: {"version"}."""
+        """Restore weights and optimizer from this job's checkpoint `name`: the newest of that name, `name@version`, or a tag:
+        {"version"}."""
         return self.run(lambda policy: policy.load(name))
 
     def complete(self) -> None:

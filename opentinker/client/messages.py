@@ -20,7 +20,16 @@ StopString = Annotated[str, Field(min_length=1)]
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
-FLOAT_ARRAYS = ("weights", "advantages", "behaviour_logprobs", "proximal_logprobs", "reference_logprobs")
+FLOAT_ARRAYS = (
+    "weights",
+    "advantages",
+    "behaviour_logprobs",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "returns",
+    "old_values",
+    "margins",
+)
 """Optional named arrays of a datum, float32[T], aligned to `targets`."""
 TokenScore = Literal["logprobs", "reference_logprobs", "entropy", "values"]
 """What `forward` can compute of each weighted target:
@@ -28,7 +37,7 @@ TokenScore = Literal["logprobs", "reference_logprobs", "entropy", "values"]
 - `logprobs`: its logprob under the policy.
 - `reference_logprobs`: its logprob under the base model, as it was before any training.
 - `entropy`: of the policy's whole distribution at its place, in nats.
-- `values`: a value head's estimate.
+- `values`: of a scalar head, at the state before the target: the critic's estimate, or a reward model's score.
 """
 MAX_IMAGE_TOKENS = 1 << 16
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -345,6 +354,12 @@ class AdamParams(WireModel):
     """Gradients are scaled down to this L2 norm; None = never."""
 
 
+SCALAR_LOSSES = ("value", "bradley_terry")
+"""The losses of a scalar head's output; all others are of logprobs."""
+PAIR_LOSSES = ("dpo", "ipo", "bradley_terry")
+"""The losses that compare two answers: data 2i and 2i + 1 are the chosen and the rejected answer to one prompt."""
+
+
 class LossConfig(WireModel):
     """A loss by name. All are sums over tokens of weight * loss, times the factor that the caller gives.
 
@@ -354,10 +369,18 @@ class LossConfig(WireModel):
     - `gspo`: the same with the geometric mean of a sequence's ratios at each of its tokens (Zheng et al., 2025, eq. 5).
     - `cispo`: -clip(ratio) * advantage * logprob, the clipped ratio without a gradient (MiniMax-M1, 2025, eq. 4).
 
-    A sequence is a datum.
+    A sequence is a datum. Of a scalar head, the policy's own or its critic's:
+
+    - `value`: (value - `returns`)^2 / 2.
+
+    Three are sums over pairs of data, chosen and rejected in turns (`PAIR_LOSSES`):
+
+    - `dpo`: -log sigmoid(beta * (chosen's - rejected's sum of logprob - reference logprob)) (Rafailov et al., 2023, eq. 7).
+    - `ipo`: (the same difference, of means instead of sums, - 1 / (2 beta))^2 (Azar et al., 2024, eq. 17).
+    - `bradley_terry`: -log sigmoid(chosen's - rejected's score) of a scalar head (Ouyang et al., 2022, eq. 1).
     """
 
-    name: Literal["cross_entropy", "importance_sampling", "ppo", "gspo", "cispo"]
+    name: Literal["cross_entropy", "importance_sampling", "ppo", "gspo", "cispo", "value", "dpo", "ipo", "bradley_terry"]
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     clip_high: Annotated[float, Field(gt=0.0)] = 0.2
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
@@ -376,6 +399,32 @@ class LossConfig(WireModel):
     """Of Schulman (2020): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = logprob - reference_logprob."""
     entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Subtracts this times the entropy of the policy's distribution at each token."""
+    beta: Annotated[float, Field(gt=0.0)] = 0.1
+    """Of `dpo` and `ipo`: how strongly the policy is held to its reference."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Of `dpo`: the share of pairs that are taken to be labelled the wrong way round (conservative DPO; Mitchell, 2023)."""
+    centring_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Of `bradley_terry`: adds this times the square of the sum of both scores, so that they stay around 0."""
+    value_clip: Annotated[float, Field(gt=0.0)] | None = None
+    """Of `value`: a value further than this from `old_values` gets no gradient that takes it further away; None = no clip."""
+
+    @model_validator(mode="after")
+    def _terms_fit_pairs(self) -> "LossConfig":
+        if self.name in PAIR_LOSSES and (self.kl_coefficient or self.entropy_coefficient):
+            raise ValueError(f"'{self.name}' is a loss of pairs: it takes no KL or entropy term of tokens")
+        if self.label_smoothing and self.name != "dpo":
+            raise ValueError(f"label_smoothing is for the loss 'dpo', not for '{self.name}'")
+        if self.centring_coefficient and self.name != "bradley_terry":
+            raise ValueError(f"centring_coefficient is for the loss 'bradley_terry', not for '{self.name}'")
+        return self
+
+    @model_validator(mode="after")
+    def _terms_fit_the_head(self) -> "LossConfig":
+        if self.name in SCALAR_LOSSES and (self.kl_coefficient or self.entropy_coefficient):
+            raise ValueError(f"'{self.name}' is a loss of scalars: it has no distribution for a KL or entropy term")
+        if self.value_clip is not None and self.name != "value":
+            raise ValueError(f"value_clip is for the loss 'value', not for '{self.name}'")
+        return self
 
     @model_validator(mode="after")
     def _correction_needs_anchor(self) -> "LossConfig":
@@ -393,14 +442,38 @@ class Minibatch(WireModel):
     factor: float = 1.0
 
 
+class CriticStep(WireModel):
+    """How a `train_step` also trains the policy's critic, minibatch by minibatch and with the same factors."""
+
+    value_clip: Annotated[float, Field(gt=0.0)] | None = None
+    """See `LossConfig`; None = the data need no `old_values`."""
+    optimizer: AdamParams = AdamParams()
+    alone: bool = False
+    """Leave the policy as it is."""
+
+    @property
+    def loss(self) -> LossConfig:
+        return LossConfig(name="value", value_clip=self.value_clip)
+
+
 class PolicySpec(WireModel):
     """A policy to create: LoRA when `lora` is given, otherwise the full parameters."""
 
     lora: dict[str, Any] | None = None
     """The fields of `LoraConfig`."""
+    head: Literal["lm", "scalar"] = "lm"
+    """'scalar' makes it a reward model: one number per state instead of a distribution, so that nothing can be sampled."""
+    critic: dict[str, Any] | None = None
+    """The fields of `LoraConfig` of its critic, an adapter of its own with a scalar head; None = it has none."""
     seed: int = 0
     checkpoint: str | None = None
     """The folder of the checkpoint whose weights it starts from. Only the scheduler may name one."""
+
+    @model_validator(mode="after")
+    def _critic_judges_actions(self) -> "PolicySpec":
+        if self.critic is not None and self.head == "scalar":
+            raise ValueError("a policy with a scalar head takes no actions that a critic could judge")
+        return self
 
 
 def validate(model: type[M], body: Any) -> M:

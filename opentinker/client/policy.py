@@ -15,6 +15,7 @@ from opentinker.client.http import Deadline, HttpClient
 from opentinker.client.messages import (
     AdamParams,
     Chunk,
+    CriticStep,
     Datum,
     FloatArray,
     ImageChunk,
@@ -161,20 +162,20 @@ class PolicyClient:
         `temperature` divides the logits of the policy and of the reference alike.
 
         Raises:
-            InvalidRequestError: the policy cannot give one of them (no policy has a value head yet).
+            InvalidRequestError: the policy cannot give one of them: `values` are of one with a critic or a scalar head.
         """
         args = {"data": _wire(data), "compute": list(compute), "temperature": temperature}
         result = await self._train("forward", args, data)
         return {name: [np.asarray(score, np.float32) for score in result[name]] for name in compute}
 
     async def forward_backward(self, data: Sequence[Datum], loss: LossConfig, *, factor: float = 1.0) -> dict[str, Any]:
-        """Accumulate gradients of factor * (sum of the loss): loss, metrics, logprobs."""
+        """Accumulate gradients of factor * (sum of the loss): loss, metrics, logprobs; or, of a loss of scalars, values."""
         args = {"data": _wire(data), "loss": loss.model_dump(), "factor": factor}
         return await self._train("forward_backward", args, data)
 
-    async def optim_step(self, params: AdamParams) -> dict[str, Any]:
-        """One AdamW step on the accumulated gradients: grad_norm."""
-        return await self.command("optim_step", params.model_dump())
+    async def optim_step(self, params: AdamParams, *, critic: bool = False) -> dict[str, Any]:
+        """One AdamW step on the accumulated gradients, with `critic` on those of the policy's critic: grad_norm."""
+        return await self.command("optim_step", {**params.model_dump(), **({"critic": True} if critic else {})})
 
     async def train_step(
         self,
@@ -183,15 +184,18 @@ class PolicyClient:
         loss: LossConfig,
         optimizer: AdamParams,
         *,
+        critic: CriticStep | None = None,
         publish: bool = True,
     ) -> dict[str, Any]:
-        """One optimizer step per minibatch, then a publish: minibatches, version, publish."""
+        """One optimizer step per minibatch, of the policy and, where asked for, of its critic, then a publish: minibatches,
+        version, publish."""
         args = {
             "data": _wire(data),
             "minibatches": [m.model_dump() for m in minibatches],
             "loss": loss.model_dump(),
             "optimizer": optimizer.model_dump(),
             "publish": publish,
+            **({} if critic is None else {"critic": critic.model_dump()}),
         }
         return await self._train("train_step", args, data)
 
@@ -208,12 +212,23 @@ class PolicyClient:
         """Sample from the trained weights from now on: version, parameters, drift, baseline, changed, seconds."""
         return await self.command("publish", {"mode": mode})
 
-    async def save(self, name: str) -> dict[str, Any]:
-        """Write a checkpoint: path, name, version, manifest."""
-        return await self.command("save", {"name": name})
+    async def save(self, name: str, *, driver: Mapping[str, Any] | None = None, keep_last: int | None = None) -> dict[str, Any]:
+        """Write a checkpoint: path, name, version, manifest, pruned.
+
+        `driver` is what a `load` gives back: whatever goes on from the checkpoint has to know, as JSON holds it. With
+        `keep_last`, of the checkpoints whose names differ in the number at their end only (`step-000010`), all but that many of
+        the newest are deleted, and listed in `pruned`; those that have a tag, or that a job started from, stay.
+        """
+        args: dict[str, Any] = {"name": name}
+        if driver is not None:
+            args["driver"] = dict(driver)
+        if keep_last is not None:
+            args["keep_last"] = keep_last
+        return await self.command("save", args)
 
     async def load(self, name: str) -> dict[str, Any]:
-        """Restore and publish a checkpoint, the newest of `name` or `name@version`: version and the rest of a publish."""
+        """Restore and publish a checkpoint, the newest of `name`, `name@version` or a tag: version and the rest of a publish,
+        and `driver`, what its save was given."""
         return await self.command("load", {"name": name})
 
     async def command(self, command: str, args: dict[str, Any], *, deadline_s: float = COMMAND_DEADLINE_S) -> dict[str, Any]:

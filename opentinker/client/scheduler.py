@@ -128,6 +128,18 @@ class SchedulerClient:
         found: list[dict[str, Any]] = self._call("GET", f"{_path(job_id)}/checkpoints")["checkpoints"]
         return found
 
+    def tag_checkpoint(self, job_id: str, name: str, tag: str) -> dict[str, Any]:
+        """Give the job's checkpoint `name` or `name@version` a tag, which another one loses; the checkpoint."""
+        return self._call("PUT", f"{_path(job_id)}/checkpoints/{quote(name, safe='')}/tags/{quote(tag, safe='')}")
+
+    def untag_checkpoint(self, job_id: str, tag: str) -> None:
+        # A repeat after a lost answer would say that it is not there; so below.
+        self._call("DELETE", f"{_path(job_id)}/tags/{quote(tag, safe='')}", attempts=1)
+
+    def delete_checkpoint(self, job_id: str, name: str) -> None:
+        """Delete the job's checkpoint `name@version` for good."""
+        self._call("DELETE", f"{_path(job_id)}/checkpoints/{quote(name, safe='')}", attempts=1)
+
     def models(self) -> list[dict[str, Any]]:
         """The models that a job's `base_model` can name."""
         found: list[dict[str, Any]] = self._call("GET", "/v1/models")["models"]

@@ -14,7 +14,7 @@ from opentinker.client.functions import (
 )
 from opentinker.client.task_files import check_example_files, check_task_files, named, task_files, travelling
 from opentinker.config.base import apply_overrides, read_yaml
-from opentinker.config.job import InferenceJobConfig, JobConfig, RLJobConfig, SFTJobConfig, parse_job
+from opentinker.config.job import InferenceJobConfig, JobConfig, PreferenceJobConfig, RLJobConfig, SFTJobConfig, parse_job
 from opentinker.env.deadline import context_with
 from opentinker.env.secret_files import TokenFileError
 from opentinker.errors import AuthenticationError, ConfigError, DeadlineError, UnavailableError
@@ -76,7 +76,7 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
             hint=_instead(job),
         )
     beside = Path(source).parent if isinstance(source, str | Path) else Path()
-    if isinstance(job, SFTJobConfig):
+    if isinstance(job, SFTJobConfig | PreferenceJobConfig):
         examples = task_files(job, beside, Path())
         check_example_files(job, examples)
         names = travelling(examples, None)
@@ -111,4 +111,7 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
 def _instead(job: JobConfig) -> str:
     if isinstance(job, InferenceJobConfig):
         return "leave out `lease`: then it runs until it is ended or reaches a limit; from Python, `Client.serve` holds a lease"
-    return "create it from Python with `Client.create_job`; `opentinker submit` and `opentinker train` run kinds 'rl' and 'sft'"
+    return (
+        "create it from Python with `Client.create_job`; "
+        "`opentinker submit` and `opentinker train` run kinds 'rl', 'sft' and 'preference'"
+    )

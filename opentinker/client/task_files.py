@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from opentinker.config.job import JobConfig, RLJobConfig, SFTJobConfig
+from opentinker.config.job import JobConfig, PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.config.tasks import TasksConfig
 from opentinker.env.datasets import SUFFIXES, load_tasks
 from opentinker.env.environment import Environment
 from opentinker.errors import ConfigError
 from opentinker.training.conversations import read_rows
+from opentinker.training.preferences import read_comparisons
 
 C = TypeVar("C", bound=JobConfig)
 
@@ -84,15 +85,19 @@ def check_task_files(config: RLJobConfig, files: Mapping[str, Path], environment
             load_tasks(str(files[field]), columns=tasks.columns, required=required)
 
 
-def check_example_files(config: SFTJobConfig, files: Mapping[str, Path]) -> None:
-    """As `check_task_files`, for conversations.
+def check_example_files(config: SFTJobConfig | PreferenceJobConfig, files: Mapping[str, Path]) -> None:
+    """As `check_task_files`, for conversations and comparisons.
 
     Raises:
-        ConfigError: a file cannot be read, is empty, or holds no conversations.
+        ConfigError: a file cannot be read, is empty, or holds no examples.
     """
     for field, source in _given(config).items():
         if field in files:
-            read_rows(source.model_copy(update={"name": str(files[field])}))
+            there = source.model_copy(update={"name": str(files[field])})
+            if isinstance(config, PreferenceJobConfig):
+                read_comparisons(there, unusable=config.data.unusable)
+            else:
+                read_rows(there)
 
 
 def _given(config: JobConfig) -> dict[str, TasksConfig]:
@@ -103,7 +108,7 @@ def _given(config: JobConfig) -> dict[str, TasksConfig]:
                 "environment.train_tasks": environment.train_tasks,
                 "environment.held_out_tasks": environment.held_out_tasks,
             }
-        case SFTJobConfig(data=data):
+        case SFTJobConfig(data=data) | PreferenceJobConfig(data=data):
             named = {"data.train": data.train, "data.held_out": data.held_out}
         case _:
             named = {}

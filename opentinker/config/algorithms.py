@@ -218,6 +218,46 @@ class CISPOConfig(PolicyGradient):
     """Weights are at most 1 + clip_high."""
 
 
+class CriticConfig(Config):
+    """The value model of PPO: an adapter of its own with a scalar head on the frozen base model, whatever the policy trains. A
+    full-parameter policy pays for it with one more copy of the model in `trainer.dtype`, a LoRA policy with none."""
+
+    rank: Annotated[int, Field(ge=1, le=512)] = 16
+    """Of its adapter, on all linear layers."""
+    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    """The adapter's update is scaled by alpha / rank."""
+    learning_rate: Coefficient = 1e-4
+    """Of its own AdamW, at every step: `training`'s warm-up and decay are the policy's. All else is as in
+    `training.optimizer`."""
+    value_clip: Annotated[float, Field(gt=0.0)] | None = 0.2
+    """A value that has moved further than this since the batch was sampled gets no gradient that takes it further away; None =
+    no clip. In units of reward."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """The first steps train the critic alone, so that the policy is not judged by values that say nothing yet."""
+
+
+class PPOConfig(PolicyGradient):
+    """Proximal policy optimization with a critic (Schulman et al., 2017): each sampled token is judged by what came after it
+    less what the critic expected (generalized advantage estimation; Schulman et al., 2016). A turn's reward falls on its last
+    token; tokens that were not sampled do not count."""
+
+    kind: Literal["ppo"] = "ppo"
+    group_size: Annotated[int, Field(ge=1)] = 1
+    """Episodes per task; they are not compared with each other."""
+    credit: Literal["turn"] = "turn"
+    """A token is always judged by what it and later ones earned."""
+    discount: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Gamma: how much a reward counts one sampled token earlier."""
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """How far an advantage looks ahead before it takes the critic's word: 1 = to the end of the episode, which no critic can
+    bias; 0 = to the next token. 0.95 is common for short answers; over n tokens it leaves 0.95^n of a reward."""
+    whiten: bool = True
+    """Scale the advantages of a batch to mean 0 and variance 1 over its tokens."""
+    max_resamples: Literal[0] = 0
+    """None: with a critic, groups of equal rewards teach, too."""
+    critic: CriticConfig = CriticConfig()
+
+
 class CustomConfig(PolicyGradient):
     """Advantages from a function of your own."""
 
@@ -241,6 +281,7 @@ AlgorithmConfig = Annotated[
     | Annotated[DAPOConfig, Tag("dapo")]
     | Annotated[GSPOConfig, Tag("gspo")]
     | Annotated[CISPOConfig, Tag("cispo")]
+    | Annotated[PPOConfig, Tag("ppo")]
     | Annotated[CustomConfig, Tag("custom")],
     Discriminator(_kind),
 ]

@@ -8,8 +8,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from opentinker.client.messages import AdamParams, StopString
-from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig
+from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
+from opentinker.config.preference import (
+    BradleyTerryConfig,
+    DPOConfig,
+    PreferenceDataConfig,
+    PreferenceEvaluationConfig,
+    PreferenceLoss,
+    PreferenceTrainingConfig,
+)
 from opentinker.config.requirements import MAX_REQUIREMENTS, check_requirements, check_secrets
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
 from opentinker.config.tasks import TasksConfig
@@ -45,9 +53,18 @@ class EngineConfig(Config):
     """CUDA only: the engine's share of the GPU; the trainer lives in the rest. 0.9 by default in a job of kind `inference`."""
     enforce_eager: bool = True
     """False compiles the model: about a minute at the start for faster decoding."""
+    deterministic: bool = False
+    """With the transformers engine only: sequences are decoded one by one, so that a sample depends on its prompt and seed and
+    on nothing else, neither on its company nor on time. A run that was interrupted then repeats bit for bit. Slow."""
     lora_serving: Literal["auto", "merge", "adapter"] = "auto"
     """'merge' folds the adapter into the base weights at each publish (fast on CPU); 'adapter' serves it by the engine's
     LoRA kernels. 'auto' = merge on CPU and with the transformers engine, adapter on CUDA."""
+
+    @model_validator(mode="after")
+    def _can_be_deterministic(self) -> "EngineConfig":
+        if self.deterministic and self.kind != "transformers":
+            raise ValueError(f"deterministic needs kind 'transformers': what '{self.kind}' samples depends on its batches")
+        return self
 
 
 Dtype = Literal["bfloat16", "float32"]
@@ -276,6 +293,9 @@ class RLTrainingConfig(Config):
     """'linear' lets the learning rate fall after the warm-up, to reach 0 one step after the last; steadier endings."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Checkpoint every this many steps; the last step is always saved under 'final'."""
+    keep_last: Count | None = None
+    """Keep this many of the newest periodic checkpoints, and of those called 'best' the best one; delete those before, but none
+    that has a tag or that a job started from. None = keep all."""
     stop: StopConfig = StopConfig()
     transcripts_per_step: Annotated[int, Field(ge=0)] = 2
     """Sample episodes written to the run's transcripts."""
@@ -320,6 +340,16 @@ class JobConfig(Config):
     def policy_seed(self) -> int:
         """Of the adapter's initialisation."""
         return 0
+
+    @property
+    def policy_head(self) -> Literal["lm", "scalar"]:
+        """'scalar' for a reward model."""
+        return "lm"
+
+    @property
+    def policy_critic(self) -> LoraConfig | None:
+        """The adapter of the policy's critic, if it has one."""
+        return None
 
     def default_name(self) -> str:
         """What it is called if its user gave it no name."""
@@ -366,6 +396,12 @@ class RLJobConfig(JobConfig):
     def policy_seed(self) -> int:
         return self.training.seed
 
+    @property
+    def policy_critic(self) -> LoraConfig | None:
+        if not isinstance(self.algorithm, PPOConfig):
+            return None
+        return LoraConfig(rank=self.algorithm.critic.rank, alpha=self.algorithm.critic.alpha)
+
     def default_name(self) -> str:
         name = self.environment.name
         return name.partition("//")[2].partition(",")[0] if name.startswith("http") else name.rpartition(":")[2]
@@ -396,13 +432,58 @@ class SFTJobConfig(JobConfig):
         return _training_server(self.base_model, self.engine, self.trainer)
 
 
+class PreferenceJobConfig(JobConfig):
+    """Preference training on pairs of answers: a policy (DPO, IPO) or a reward model."""
+
+    driven: ClassVar[bool] = True
+
+    kind: Literal["preference"] = "preference"
+    trainer: TrainerConfig = TrainerConfig()
+    data: PreferenceDataConfig
+    loss: PreferenceLoss = DPOConfig()
+    evaluation: PreferenceEvaluationConfig = PreferenceEvaluationConfig()
+    training: PreferenceTrainingConfig = PreferenceTrainingConfig()
+
+    @property
+    def policy_seed(self) -> int:
+        return self.training.seed
+
+    @property
+    def policy_head(self) -> Literal["lm", "scalar"]:
+        return "scalar" if isinstance(self.loss, BradleyTerryConfig) else "lm"
+
+    def default_name(self) -> str:
+        return PurePath(self.data.train.name).stem
+
+    def server(self) -> ServerConfig:
+        return _training_server(self.base_model, self.engine, self.trainer)
+
+
 class InteractiveJobConfig(JobConfig):
     """A job whose driver runs in the user's process: only what the cluster must host."""
 
     kind: Literal["interactive"] = "interactive"
     trainer: TrainerConfig = TrainerConfig()
+    head: Literal["lm", "scalar"] = "lm"
+    """'scalar' makes the policy a reward model, which scores and cannot be sampled."""
+    critic: LoraConfig | None = None
+    """The adapter of a critic beside the policy, for PPO; None = no critic."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Tasks, samples and adapter initialisation derive from it."""
+
+    @model_validator(mode="after")
+    def _critic_judges_actions(self) -> "InteractiveJobConfig":
+        if self.critic is not None and self.head == "scalar":
+            raise ValueError("a policy with head 'scalar' takes no actions that a critic could judge")
+        return self
+
+    @property
+    def policy_head(self) -> Literal["lm", "scalar"]:
+        return self.head
+
+    @property
+    def policy_critic(self) -> LoraConfig | None:
+        return self.critic
 
     @property
     def leased(self) -> bool:
@@ -455,22 +536,20 @@ def _training_server(base_model: str, engine: EngineConfig, trainer: TrainerConf
 KINDS: Mapping[str, type[JobConfig]] = {
     "rl": RLJobConfig,
     "sft": SFTJobConfig,
+    "preference": PreferenceJobConfig,
     "interactive": InteractiveJobConfig,
     "inference": InferenceJobConfig,
 }
 """Every kind of job there is."""
-_PLANNED = ("preference",)
 
 
 def parse_job(values: Mapping[str, Any]) -> JobConfig:
     """Validate a job's config by its `kind`.
 
     Raises:
-        ConfigError: an unknown kind, one that servers cannot do yet, or whatever `parse_config` finds.
+        ConfigError: an unknown kind, or whatever `parse_config` finds.
     """
     kind = str(values.get("kind"))
-    if kind in _PLANNED:
-        raise ConfigError(f"kind: '{kind}' jobs are not served yet", hint=f"this version has {', '.join(KINDS)}")
     if kind not in KINDS:
         raise ConfigError(f"kind: {kind!r} is not a kind of job", hint=nearest(kind, KINDS))
     return parse_config(KINDS[kind], values)

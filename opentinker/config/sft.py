@@ -55,3 +55,6 @@ class SFTTrainingConfig(Config):
     """'linear' lets the learning rate fall after the warm-up, to reach 0 one step after the last."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Checkpoint every this many steps; the last step is always saved under 'final'."""
+    keep_last: Count | None = None
+    """Keep this many of the newest periodic checkpoints and delete those before, but none that has a tag or that a job
+    started from. None = keep all."""

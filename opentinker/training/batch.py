@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from opentinker.algorithms.overlong import overlong_penalty
 from opentinker.algorithms.types import AdvantageFn
@@ -57,12 +58,17 @@ def turn_rewards(member: Member, config: PolicyGradient) -> FloatArray:
     return rewards.astype(np.float32)
 
 
+def token_divergences(datum: Datum, config: KLConfig) -> npt.NDArray[np.float64]:
+    """The KL estimate at each target, under the logprobs with which it was sampled; meaningless where it was not."""
+    d_T = datum.arrays["behaviour_logprobs"].astype(np.float64) - datum.arrays["reference_logprobs"]
+    return {"k1": d_T, "k2": d_T**2 / 2, "k3": np.expm1(-d_T) + d_T}[config.estimator]
+
+
 def _turn_divergences(member: Member, config: KLConfig) -> FloatArray:
     """The KL estimate of each turn's action: the sum over its tokens, under the logprobs with which it was sampled."""
     divergences: list[float] = []
     for datum, turn_T in zip(member.data, turns_of(member), strict=True):
-        d_T = datum.arrays["behaviour_logprobs"].astype(np.float64) - datum.arrays["reference_logprobs"]
-        kl_T = {"k1": d_T, "k2": d_T**2 / 2, "k3": np.expm1(-d_T) + d_T}[config.estimator]
+        kl_T = token_divergences(datum, config)
         divergences += [float(kl_T[turn_T == turn].sum()) for turn in range(len(divergences), int(turn_T.max()) + 1)]
     return np.asarray(divergences, np.float32)
 
@@ -81,9 +87,10 @@ def turns_of(member: Member) -> list[FloatArray]:
 
 
 def build_batch(
-    groups: Sequence[Sequence[Member]], advantages: AdvantageFn, config: PolicyGradient, *, longest_tokens: int = 1
+    groups: Sequence[Sequence[Member]], advantages: AdvantageFn | None, config: PolicyGradient, *, longest_tokens: int = 1
 ) -> Batch:
-    """Data of every member with its advantages and weights, dealt by group over the minibatches.
+    """Data of every member with its advantages and weights, dealt by group over the minibatches. Without `advantages` the data
+    have theirs, and none is left out.
 
     The losses of a minibatch are aggregated as the config says; `longest_tokens` is the divisor of aggregation `constant` where
     the config names none. The whole is repeated `epochs` times. A minibatch that got no group is left out.
@@ -91,23 +98,22 @@ def build_batch(
     Raises:
         ValueError: the algorithm's own, such as a reward that is not finite.
     """
-    rewards = [[turn_rewards(member, config) for member in group] for group in groups]
-    scores = advantages(rewards)
+    judged = groups if advantages is None else _judged(groups, advantages, config)
     regularised = bool(config.entropy_coefficient or (config.kl.coefficient and config.kl.place == "loss"))
     data: list[Datum] = []
     dealt: list[list[int]] = [[] for _ in range(config.minibatches)]
     sequences = [0] * config.minibatches
     zero_variance = hand = 0
-    for group, values in zip(groups, scores, strict=True):
-        if not any(v.any() for v in values):
+    for group in judged:
+        if advantages is not None and not any(d.arrays["advantages"].any() for m in group for d in m.data):
             zero_variance += 1
             if not regularised:
                 continue
-        for member, per_turn in zip(group, values, strict=True):
-            weight = 1.0 / member.tokens if config.aggregation == "sequence_mean" else 1.0
-            for datum, turn_T in zip(member.data, turns_of(member), strict=True):
+        for member in group:
+            weight = np.float32(1.0 / member.tokens if config.aggregation == "sequence_mean" else 1.0)
+            for datum in member.data:
                 dealt[hand].append(len(data))
-                data.append(_scored(datum, per_turn, turn_T, weight))
+                data.append(replace(datum, arrays={**datum.arrays, "weights": datum.weights * weight}))
             sequences[hand] += 1
         hand = (hand + 1) % config.minibatches
     tokens = [int(np.count_nonzero(d.weights)) for d in data]
@@ -129,8 +135,22 @@ def _factor(config: PolicyGradient, tokens: int, sequences: int, longest_tokens:
     return 1.0 / (sequences * (config.constant_tokens or longest_tokens))
 
 
-def _scored(datum: Datum, per_turn: FloatArray, turn_T: FloatArray, weight: float) -> Datum:
-    mask_T = datum.weights
+def _judged(groups: Sequence[Sequence[Member]], advantages: AdvantageFn, config: PolicyGradient) -> list[list[Member]]:
+    """The members, their data with the advantages of their turns."""
+    scores = advantages([[turn_rewards(member, config) for member in group] for group in groups])
+    return [
+        [
+            replace(
+                member,
+                data=tuple(_spread(d, per_turn, turn_T) for d, turn_T in zip(member.data, turns_of(member), strict=True)),
+            )
+            for member, per_turn in zip(group, values, strict=True)
+        ]
+        for group, values in zip(groups, scores, strict=True)
+    ]
+
+
+def _spread(datum: Datum, per_turn: FloatArray, turn_T: FloatArray) -> Datum:
+    """Each turn's advantage at its tokens."""
     advantages_T = np.where(turn_T >= 0, per_turn[np.maximum(turn_T, 0).astype(np.int64)], 0.0).astype(np.float32)
-    arrays = {**datum.arrays, "weights": mask_T * np.float32(weight), "advantages": mask_T * advantages_T}
-    return replace(datum, arrays=arrays)
+    return replace(datum, arrays={**datum.arrays, "advantages": datum.weights * advantages_T})

@@ -1,7 +1,7 @@
 """Rows of a chat dataset as data to train on."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,10 @@ class Conversations:
         rows: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """`rows` are given in Python instead of a file or dataset."""
-        self.rows = read_rows(source, base_dir) if rows is None else _shaped(ListTasks(rows), source.name, every=True)
+        if rows is None:
+            self.rows = read_rows(source, base_dir)
+        else:
+            self.rows = shaped(ListTasks(rows), source.name, every=True, check=conversation)
         self._source, self._config, self._renderer, self._max_tokens = source, config, renderer, max_tokens
 
     def render(self, rows: Sequence[Mapping[str, Any]]) -> Rendered:
@@ -62,7 +65,7 @@ class Conversations:
                 messages, prompt, tools = conversation(row)
                 sequences = self._renderer.render(messages, loss_on=self._config.loss_on, tools=tools, prompt=prompt)
             except (RenderingError, ValueError) as error:
-                raise _unfit("a row", self._source.name, row, error) from error
+                raise unfit("a row", self._source.name, row, error) from error
             longest = max(len(s.tokens) for s in sequences)
             if longest > self._max_tokens:
                 if self._config.overlong == "error":
@@ -84,7 +87,12 @@ def read_rows(source: TasksConfig, base_dir: Path | None = None) -> ListTasks:
     Raises:
         ConfigError: they cannot be read, have neither `messages` nor `prompt` and `completion`, or one is no conversation.
     """
-    rows = load_tasks(
+    return shaped(load_rows(source, base_dir), source.name, every=Path(source.name).suffix in SUFFIXES, check=conversation)
+
+
+def load_rows(source: TasksConfig, base_dir: Path | None = None) -> ListTasks:
+    """The rows that a config names, as they are. Raises: ConfigError when they cannot be read."""
+    return load_tasks(
         source.name,
         split=source.split,
         subset=source.subset,
@@ -93,28 +101,44 @@ def read_rows(source: TasksConfig, base_dir: Path | None = None) -> ListTasks:
         shuffle=source.shuffle,
         base_dir=base_dir,
     )
-    return _shaped(rows, source.name, every=Path(source.name).suffix in SUFFIXES)
 
 
-def _shaped(rows: ListTasks, name: str, *, every: bool) -> ListTasks:
+def shaped(
+    rows: ListTasks,
+    name: str,
+    *,
+    every: bool,
+    shapes: Sequence[Sequence[str]] = SHAPES,
+    check: Callable[[Mapping[str, Any]], Any] | None = None,
+) -> ListTasks:
+    """The rows, after a look at the columns of the first one, and by `check` (which raises ValueError) at all of them or at the
+    first one.
+
+    Raises:
+        ConfigError: there are none, they have none of the shapes, or one is not what it should be.
+    """
     first = rows.first(1)
     if not first:
         raise ConfigError(f"{name} are empty", hint="there must be at least one conversation")
     there = set(first[0])
-    if not any(there >= set(shape) for shape in SHAPES):
+    if not any(there >= set(shape) for shape in shapes):
+        wanted = [" and ".join(f"'{key}'" for key in shape) for shape in shapes]
+        lacking = f"{'neither' if len(wanted) > 1 else 'not'} {' nor '.join(wanted)}"
         raise ConfigError(
-            f"the rows of {name} have {', '.join(sorted(there))}: neither 'messages' nor 'prompt' and 'completion'",
-            hint="`columns` takes a key from another column, such as columns={messages: conversations}",
+            f"the rows of {name} have {', '.join(sorted(there))}: {lacking}",
+            hint=f"`columns` takes a key from another column, such as columns={{{shapes[0][0]}: conversations}}",
         )
-    for number, row in enumerate(rows.first(rows.size or 1) if every else first, 1):
-        try:
-            conversation(row)
-        except ValueError as error:
-            raise _unfit(f"row {number}", name, row, error) from error
+    if check is not None:
+        for number, row in enumerate(rows.first(rows.size or 1) if every else first, 1):
+            try:
+                check(row)
+            except ValueError as error:
+                raise unfit(f"row {number}", name, row, error) from error
     return rows
 
 
-def _unfit(which: str, name: str, row: Any, error: Exception) -> ConfigError:
+def unfit(which: str, name: str, row: Any, error: Exception) -> ConfigError:
+    """The error of a row that is not what it should be, which it shows."""
     text = json.dumps(row, default=str, ensure_ascii=False)[:200]
     return ConfigError(f"{which} of {name} cannot be trained on: {error}; it is {text}")
 
@@ -128,16 +152,17 @@ def conversation(row: Mapping[str, Any]) -> tuple[list[Message], int, list[Tool]
     tools = row.get("tools") or []
     tools = json.loads(tools) if isinstance(tools, str) else list(tools)
     if row.get("messages") is not None:
-        messages, prompt = _messages(row["messages"], "messages", "user"), 0
+        messages, prompt = messages_of(row["messages"], "messages", "user"), 0
     else:
-        asked = _messages(row.get("prompt"), "prompt", "user")
-        messages, prompt = [*asked, *_messages(row.get("completion"), "completion", "assistant")], len(asked)
+        asked = messages_of(row.get("prompt"), "prompt", "user")
+        messages, prompt = [*asked, *messages_of(row.get("completion"), "completion", "assistant")], len(asked)
     if not any(message["role"] == "assistant" for message in messages[prompt:]):
         raise ValueError("the conversation has no assistant turn to learn: its messages need role 'assistant'")
     return messages, prompt, tools
 
 
-def _messages(value: Any, what: str, role: str) -> list[Message]:
+def messages_of(value: Any, what: str, role: str) -> list[Message]:
+    """A list of messages, or a text as one of this role. Raises: ValueError."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or not value:

@@ -11,6 +11,7 @@ import numpy as np
 from opentinker.rollout.types import Episode, Group
 from opentinker.training.batch import Batch
 from opentinker.training.evaluation import EvaluationResult, metric_of
+from opentinker.training.ppo import critic_metrics
 
 Row = dict[str, Any]
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -83,6 +84,7 @@ def step_row(
         "publish_s": timing.publish_s,
         "step_s": timing.step_s,
         **_training_metrics(trained),
+        **critic_metrics(batch.data, trained),
     }
     row["exact"] = row["env"].get("exact")
     checked: Row = finite(row)
@@ -170,10 +172,10 @@ def _cut_fraction(episodes: Sequence[Episode]) -> float | None:
 def _training_metrics(trained: Mapping[str, Any] | None) -> Row:
     """What the server measured. The mismatch between engine and trainer is the first optimizer step's: later ones also see
     the policy move."""
-    if trained is None:
+    parts = [part for part in trained["minibatches"] if "metrics" in part] if trained else []
+    if trained is None or not parts:
         names = ("version", "loss", "grad_norm", "mismatch_kl_mean", "ratio_max", "clip_fraction", *_OPTIONAL_MEANS)
-        return dict.fromkeys(names)
-    parts = trained["minibatches"]
+        return dict.fromkeys(names) | ({"version": trained["version"]} if trained else {})
     metrics = [part["metrics"] for part in parts]
     tokens = sum(m["tokens"] for m in metrics)
     return {

@@ -1,9 +1,9 @@
 """The policy as the driver loops see it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, TokenScore
+from opentinker.client.messages import AdamParams, CriticStep, Datum, FloatArray, LossConfig, Minibatch, TokenScore
 
 
 class TrainedPolicy(Protocol):
@@ -24,9 +24,12 @@ class TrainedPolicy(Protocol):
         loss: LossConfig,
         optimizer: AdamParams,
         *,
+        critic: CriticStep | None = None,
         publish: bool = True,
     ) -> dict[str, Any]: ...
 
-    async def save(self, name: str) -> dict[str, Any]: ...
+    async def save(
+        self, name: str, *, driver: Mapping[str, Any] | None = None, keep_last: int | None = None
+    ) -> dict[str, Any]: ...
 
     async def load(self, name: str) -> dict[str, Any]: ...

@@ -10,8 +10,9 @@ from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
-_CURVES = {"step": "reward_mean", "sft_step": "loss"}
+_CURVES = {"step": "reward_mean", "sft_step": "loss", "preference_step": "accuracy"}
 """By kind of row, what is drawn."""
+_LABELS = {"sft_step": "loss", "preference_step": "accuracy"}
 
 
 def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
@@ -42,6 +43,18 @@ def sft_line(row: Mapping[str, Any], total: int) -> str:
     parts += [f"{row['tokens_per_s'] or 0:.0f} tok/s", f"{row['step_s']:.1f} s"]
     if row["dropped"]:
         parts.append(f"{row['dropped']} examples too long")
+    return "  ".join(parts)
+
+
+def preference_line(row: Mapping[str, Any], total: int) -> str:
+    """A step of preference training in one line."""
+    width = len(str(total))
+    parts = [f"step {row['step']:>{width}}/{total}", f"loss {_number(row['loss'])}", f"accuracy {_number(row['accuracy'])}"]
+    parts += [f"margin {_number(row['margin'])}", f"{row['tokens_per_s'] or 0:.0f} tok/s", f"{row['step_s']:.1f} s"]
+    if row["dropped"]:
+        parts.append(f"{row['dropped']} pairs too long")
+    if row["unusable"]:
+        parts.append(f"{row['unusable']} rows unusable")
     return "  ".join(parts)
 
 
@@ -86,7 +99,7 @@ class Progress:
 
     def __call__(self, row: dict[str, Any]) -> None:
         line = row_line(row, self.total_steps)
-        if row["kind"] in ("evaluation", "sft_evaluation"):
+        if row["kind"] in ("evaluation", "sft_evaluation", "preference_evaluation"):
             self._evaluations.append(line)
         else:
             self._now = line
@@ -94,7 +107,7 @@ class Progress:
             self._curve = []
         else:
             self._curve += [row[key] for kind, key in _CURVES.items() if row["kind"] == kind and row[key] is not None]
-            self._label = "loss" if row["kind"] == "sft_step" else self._label
+            self._label = _LABELS.get(row["kind"], self._label)
         self._draw() if self._live else self._print(line)
 
     def _print(self, line: str) -> None:
@@ -121,6 +134,15 @@ def row_line(row: Mapping[str, Any], total_steps: int) -> str:
             return sft_line(row, total_steps)
         case "sft_evaluation":
             return f"held-out loss {row['loss']:.3f} after {row['step']} steps ({row['examples']} examples)"
+        case "preference_step":
+            return preference_line(row, total_steps)
+        case "preference_evaluation":
+            return (
+                f"held-out accuracy {row['accuracy']:.3f} ±{row['accuracy_ci']:.3f}, loss {row['loss']:.3f} "
+                f"after {row['step']} steps ({row['pairs']} pairs)"
+            )
+        case "preference_reference":
+            return f"reference logprobs of {row['answers']} answers in {row['reference_s']:.1f} s"
         case "stopping":
             return f"{row['reason']}: {row['action']}"
         case "resumed":

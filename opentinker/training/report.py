@@ -141,7 +141,7 @@ def _curves(rows: Sequence[Row]) -> str:
     label = "held-out exact" if measure == "exact" else "held-out reward"
     main.append(Series(label, "c", points(held_out, measure), widths))
     keys = "".join(f'<i class="key {s.css}"></i>{s.label}' for s in main if s.points)
-    small = (
+    small: tuple[tuple[str, str], ...] = (
         ("engine/trainer mismatch (KL)", "mismatch_kl_mean"),
         ("gradient norm", "grad_norm"),
         ("rollout tokens per second", "tokens_per_s"),
@@ -149,6 +149,8 @@ def _curves(rows: Sequence[Row]) -> str:
         ("groups without a gradient", "zero_variance_groups"),
         ("failed episodes", "errors"),
     )
+    if any(r.get("value_loss") is not None for r in steps):
+        small += (("value loss", "value_loss"), ("variance that the critic explains", "explained_variance"))
     return (
         f"<h2>Learning curve</h2><figure>{line_chart(main, low=0.0)}"
         f"<figcaption>by training step {keys}</figcaption></figure>{small_charts(steps, small)}"

@@ -25,7 +25,7 @@ from opentinker.client.messages import (
     SamplingParams,
     TokenScore,
 )
-from opentinker.config.algorithms import KLConfig, PolicyGradient
+from opentinker.config.algorithms import KLConfig, PolicyGradient, PPOConfig
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
@@ -36,11 +36,13 @@ from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Group
 from opentinker.training.batch import Batch, Member, build_batch, members_of, turn_rewards
+from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
 from opentinker.training.policy import TrainedPolicy
+from opentinker.training.ppo import critic_step, token_advantages
 from opentinker.training.recorder import Recorder
-from opentinker.training.schedule import checkpoint_name, scheduled
+from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
 from opentinker.training.watch import Verdict, Watch, score
@@ -48,7 +50,6 @@ from opentinker.training.watch import Verdict, Watch, score
 FRUITLESS_STEPS = 3
 """Steps in a row without a usable episode after which the loop gives up."""
 EVALUATION_TRANSCRIPTS = 8
-BEST = "best"
 STOPPED_EARLY = "stopped-early"
 MAX_REDUCTIONS = 2
 """Times that a learning rate is reduced before the run is stopped."""
@@ -89,7 +90,11 @@ class RLLoop:
             base_dir=base_dir,
             sources=sources,
         )
-        self._advantages = advantages or advantage_function(config.algorithm, base_dir)
+        self._advantages = advantages
+        if isinstance(config.algorithm, PPOConfig) and advantages is not None:
+            raise ConfigError("algorithm.kind 'ppo' takes its advantages from a critic", hint="give yours with kind 'custom'")
+        if not isinstance(config.algorithm, PPOConfig):
+            self._advantages = advantages or advantage_function(config.algorithm, base_dir)
         self._task_position = 0
         self._policy = policy
         self._renderer = renderer
@@ -129,14 +134,25 @@ class RLLoop:
 
     async def resume(self, step: int) -> None:
         """Go on after the checkpoint of `step`; 0 needs none. A step is determined by the config's seed, its number and its
-        place in the stream of tasks, which the last row of the metrics says."""
-        if step:
-            await self._policy.load(checkpoint_name(step))
+        place in the stream of tasks, which the checkpoint says, or, of an older release, the last row of the metrics.
+
+        Raises:
+            CheckpointError: a part of the checkpoint is missing, corrupt, or of another run.
+        """
+        loaded = await self._policy.load(checkpoint_name(step)) if step else {}
         self.steps_done = step
-        drawn = step * self.config.rollout.groups_per_step
-        rows = [row for row in self._recorder.rows if row["kind"] == "step" and row["step"] == step]
-        self._task_position = int(rows[-1].get("task_position", drawn)) if rows else drawn
-        for row in self._recorder.rows:
+        state = DriverState.from_json(loaded.get("driver"), step, self.config.training.seed)
+        standing: Sequence[Row] = self._recorder.rows
+        if state is not None:
+            self._task_position, self._evaluated_at = state.task_position, state.evaluated_at
+            self._reductions, self._fruitless, self.stopped = state.reductions, state.fruitless, state.stopped
+            self._watch.restore(state.watch)
+            standing = state.later(standing)
+        else:
+            drawn = step * self.config.rollout.groups_per_step
+            rows = [row for row in standing if row["kind"] == "step" and row["step"] == step]
+            self._task_position = int(rows[-1].get("task_position", drawn)) if rows else drawn
+        for row in standing:
             self._watch.row(row)
             if row["kind"] == "evaluation":
                 self._evaluated_at = row["step"]
@@ -160,7 +176,7 @@ class RLLoop:
         while self.steps_done < last and not self.stopped:
             await self.step()
             if (every := self.config.training.save_every) and self.steps_done % every == 0:
-                await self._policy.save(checkpoint_name(self.steps_done))
+                await self.save(checkpoint_name(self.steps_done))
             if self._evaluation_is_due() and not self.stopped:
                 await self.evaluate()
         if evaluation.at_end and self._evaluated_at != self.steps_done:
@@ -171,8 +187,20 @@ class RLLoop:
         return bool(every and self.steps_done and self.steps_done % every == 0 and self._evaluated_at != self.steps_done)
 
     async def save(self, name: str) -> dict[str, Any]:
-        """Write a checkpoint of what the last step published."""
-        return await self._policy.save(name)
+        """Write a checkpoint of what the last step published, and within it what a later driver needs to go on from it."""
+        state = DriverState(
+            step=self.steps_done,
+            seed=self.config.training.seed,
+            task_position=self._task_position,
+            rows=len(self._recorder.rows),
+            evaluated_at=self._evaluated_at,
+            reductions=self._reductions,
+            fruitless=self._fruitless,
+            stopped=self.stopped,
+            watch=self._watch.state(),
+            config=self.config.model_dump(mode="json"),
+        )
+        return await self._policy.save(name, driver=state.to_json(), keep_last=kept(self.config.training, name))
 
     async def close(self) -> None:
         """End what the environments left running."""
@@ -205,7 +233,7 @@ class RLLoop:
                 f"evaluation.metric: no held-out episode reports '{evaluation.metric}'", hint=f"there are {there}"
             )
         if evaluation.keep_best and self._watch.improves(row):
-            await self._policy.save(BEST)
+            await self.save(BEST)
         await self._act(self._watch.row(row))
         return row
 
@@ -217,11 +245,13 @@ class RLLoop:
         sampled = time.monotonic()
         await self._check_usable(groups)
         members = await self._scored(members_of(groups))
+        if isinstance(config.algorithm, PPOConfig):
+            members = token_advantages(members, config.algorithm)
         batch = build_batch(members, self._advantages, config.algorithm, longest_tokens=config.sampling.max_tokens)
         optimizer = scheduled(config.training, number, config.training.stop.factor**self._reductions)
         trained = await self._train(batch, optimizer)
         ended = time.monotonic()
-        publish_s = float(trained["publish"]["seconds"]) if trained else 0.0
+        publish_s = float(trained["publish"]["seconds"]) if trained and trained["publish"] else 0.0
         row = step_row(
             number,
             groups,
@@ -244,7 +274,7 @@ class RLLoop:
             return
         stop = self.config.training.stop
         reduce = stop.action == "reduce" and not verdict.final and self._reductions < MAX_REDUCTIONS
-        await self._policy.save(STOPPED_EARLY)
+        await self.save(STOPPED_EARLY)
         if reduce:
             self._reductions += 1
         else:
@@ -268,19 +298,22 @@ class RLLoop:
 
     def _teaches(self, group: Group) -> bool:
         """Whether its episodes get advantages, before what the reference would say."""
+        assert self._advantages is not None, "a critic's algorithm compares no groups, and draws none anew"
         [members] = members_of([group]) or [[]]
         rewards = [turn_rewards(member, self.config.algorithm.model_copy(update={"kl": KLConfig()})) for member in members]
         return any(values.any() for values in self._advantages([rewards])[0])
 
     async def _scored(self, groups: list[list[Member]]) -> list[list[Member]]:
-        """The members with what the algorithm needs from the model: reference logprobs, and the trainer's own before the
-        update."""
+        """The members with what the algorithm needs from the model: reference logprobs, and the trainer's own and the critic's
+        values before the update."""
         algorithm = self.config.algorithm
         names: dict[TokenScore, str] = {}
         if algorithm.kl.coefficient:
             names["reference_logprobs"] = "reference_logprobs"
         if algorithm.mismatch.active and not algorithm.one_update:
             names["logprobs"] = "proximal_logprobs"
+        if isinstance(algorithm, PPOConfig):
+            names["values"] = "old_values"
         data = [datum for members in groups for member in members for datum in member.data]
         if not names or not data:
             return groups
@@ -296,7 +329,10 @@ class RLLoop:
         if not batch.data:
             return None
         loss = loss_config(self.config.algorithm, self.config.sampling.temperature)
-        return await self._policy.train_step(batch.data, batch.minibatches, loss, optimizer, publish=True)
+        critic = critic_step(self.config.algorithm, optimizer, self.steps_done + 1)
+        return await self._policy.train_step(
+            batch.data, batch.minibatches, loss, optimizer, critic=critic, publish=critic is None or not critic.alone
+        )
 
     async def _check_usable(self, groups: Sequence[Group]) -> None:
         if any(e.trains for g in groups for e in g.episodes):

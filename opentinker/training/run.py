@@ -6,17 +6,19 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from opentinker.checkpoints import folders
 from opentinker.client.policy import PolicyClient
 from opentinker.config.base import parse_config
-from opentinker.config.job import JobConfig, RLJobConfig, SFTJobConfig
+from opentinker.config.job import JobConfig, PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
 from opentinker.errors import ConfigError
 from opentinker.training.metrics import Row, summarize
+from opentinker.training.preference import PreferenceLoop
+from opentinker.training.preference_report import render_preference_report, summarize_preference
 from opentinker.training.progress import row_line
 from opentinker.training.recorder import Listener, Recorder, Summarize
 from opentinker.training.report import Render, render_report
@@ -25,10 +27,11 @@ from opentinker.training.sft import SFTLoop
 from opentinker.training.sft_report import render_sft_report, summarize_sft
 
 logger = logging.getLogger(__name__)
+J = TypeVar("J", bound=JobConfig)
 
 
 class Loop(Protocol):
-    """What `RLLoop` and `SFTLoop` have in common."""
+    """What the driver loops have in common."""
 
     @property
     def steps_done(self) -> int: ...
@@ -97,14 +100,42 @@ def run_sft_job(
     """
     started = time.monotonic()
     job = parse_config(SFTJobConfig, config)
-    base_dir = Path(code_dir) if code_dir else None
-
-    def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
-        return SFTLoop.connect(job, client, recorder, base_dir)
-
-    client = PolicyClient(endpoint, token, policy)
     run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_sft, render_sft_report)
-    return run.drive(client, connect, started)
+    client = PolicyClient(endpoint, token, policy)
+    return run.drive(client, _on_examples(SFTLoop.connect, job, code_dir), started)
+
+
+def run_preference_job(
+    config: Mapping[str, Any],
+    *,
+    endpoint: str,
+    token: str,
+    policy: str,
+    run_dir: str | Path,
+    code_dir: str | Path | None = None,
+    listeners: tuple[Listener, ...] = (),
+    resume: bool = False,
+) -> dict[str, Any]:
+    """As `run_sft_job`, for preference training.
+
+    Raises:
+        ConfigError: the config or its examples are wrong.
+        CheckpointError: a run that goes on has lost what its policy is compared with.
+        OpenTinkerError: what the server reports; UnavailableError when it is gone.
+    """
+    started = time.monotonic()
+    job = parse_config(PreferenceJobConfig, config)
+    run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_preference, render_preference_report)
+    client = PolicyClient(endpoint, token, policy)
+    return run.drive(client, _on_examples(PreferenceLoop.connect, job, code_dir), started)
+
+
+def _on_examples(
+    connect: Callable[[J, PolicyClient, Recorder, Path | None], Awaitable[Loop]], job: J, code_dir: str | Path | None
+) -> Callable[[PolicyClient, Recorder], Awaitable[Loop]]:
+    """How a loop over examples begins."""
+    base_dir = Path(code_dir) if code_dir else None
+    return lambda client, recorder: connect(job, client, recorder, base_dir)
 
 
 class _Run:

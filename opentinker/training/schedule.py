@@ -18,9 +18,31 @@ class Schedule(Protocol):
     def optimizer(self) -> AdamParams: ...
 
 
+class Saving(Protocol):
+    """The part of a training config that says what is saved."""
+
+    @property
+    def keep_last(self) -> int | None: ...
+
+
+BEST = "best"
+"""The checkpoint of the best evaluation."""
+
+
+def kept(training: Saving, name: str) -> int | None:
+    """How many checkpoints of a name are to be kept, of a job that keeps its last ones: of the periodic ones as many as it
+    says, of the best one; all others stay."""
+    if training.keep_last is None:
+        return None
+    return training.keep_last if name.startswith(_STEP) else 1 if name == BEST else None
+
+
+_STEP = "step-"
+
+
 def checkpoint_name(step: int) -> str:
     """Of the checkpoint that a loop writes after a step."""
-    return f"step-{step:06d}"
+    return f"{_STEP}{step:06d}"
 
 
 def scheduled(training: Schedule, step: int, scale: float = 1.0) -> AdamParams:

@@ -12,16 +12,26 @@ from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.client import Job
 from opentinker.client.messages import AdamParams
 from opentinker.client.policy import PolicyClient
-from opentinker.config.algorithms import GRPOConfig, PolicyGradient
+from opentinker.config.algorithms import GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.job import (
     EnvironmentConfig,
     EvaluationConfig,
     InteractiveJobConfig,
+    LoraConfig,
+    PreferenceJobConfig,
     RLJobConfig,
     RLTrainingConfig,
     RolloutConfig,
     SamplingConfig,
     SFTJobConfig,
+)
+from opentinker.config.preference import (
+    BradleyTerryConfig,
+    DPOConfig,
+    PreferenceDataConfig,
+    PreferenceEvaluationConfig,
+    PreferenceLoss,
+    PreferenceTrainingConfig,
 )
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
 from opentinker.config.tasks import TasksConfig
@@ -31,6 +41,8 @@ from opentinker.env.tasks import Split, TaskSource, task_source
 from opentinker.errors import ConfigError
 from opentinker.rendering.supervised import LossOn
 from opentinker.training.metrics import Row, summarize
+from opentinker.training.preference import PreferenceLoop
+from opentinker.training.preference_report import render_preference_report, summarize_preference
 from opentinker.training.progress import Progress
 from opentinker.training.recorder import Recorder, Summarize
 from opentinker.training.report import Render, render_report
@@ -40,6 +52,8 @@ from opentinker.training.sft import SFTLoop
 from opentinker.training.sft_report import render_sft_report, summarize_sft
 
 L = TypeVar("L", bound=Loop)
+Examples = Sequence[Mapping[str, Any]] | str | TasksConfig
+"""Rows, or the name of a file or dataset."""
 
 
 class _Trainer(ABC, Generic[L]):
@@ -48,7 +62,7 @@ class _Trainer(ABC, Generic[L]):
     def __init__(
         self,
         job: Job,
-        config: RLJobConfig | SFTJobConfig,
+        config: RLJobConfig | SFTJobConfig | PreferenceJobConfig,
         *,
         run_dir: str | Path | None,
         progress: bool,
@@ -127,7 +141,18 @@ def _hosted(job: Job) -> dict[str, Any]:
     """
     if not isinstance(job.config, InteractiveJobConfig):
         raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
-    return job.config.model_dump(exclude={"kind", "seed"})
+    return job.config.model_dump(exclude={"kind", "seed", "head", "critic"})
+
+
+def _check_critic(job: Job, algorithm: PolicyGradient | None) -> None:
+    """Raises: ConfigError when the algorithm needs a critic that the job's policy has not."""
+    if isinstance(algorithm, PPOConfig):
+        wanted = LoraConfig(rank=algorithm.critic.rank, alpha=algorithm.critic.alpha)
+        if getattr(job.config, "critic", None) != wanted:
+            raise ConfigError(
+                f"PPO with this config needs a critic of rank {wanted.rank} and alpha {wanted.alpha:g} beside the policy",
+                hint=f"create_job(..., critic=LoraConfig(rank={wanted.rank}, alpha={wanted.alpha:g}))",
+            )
 
 
 class RLTrainer(_Trainer[RLLoop]):
@@ -162,6 +187,7 @@ class RLTrainer(_Trainer[RLLoop]):
         Raises: EnvironmentLoadError, ConfigError.
         """
         hosted = _hosted(job)
+        _check_critic(job, algorithm)
         self._environment = load_environment(environment)
         check_arguments(self._environment, environment_args or {})
         name = environment if isinstance(environment, str) else environment.__name__
@@ -201,8 +227,8 @@ class SFTTrainer(_Trainer[SFTLoop]):
     def __init__(
         self,
         job: Job,
-        train: Sequence[Mapping[str, Any]] | str | TasksConfig,
-        held_out: Sequence[Mapping[str, Any]] | str | TasksConfig | None = None,
+        train: Examples,
+        held_out: Examples | None = None,
         *,
         loss_on: LossOn = "assistant",
         batch_size: int = 16,
@@ -213,11 +239,7 @@ class SFTTrainer(_Trainer[SFTLoop]):
         progress: bool = True,
     ) -> None:
         """Raises: ConfigError."""
-        given = {"train": train, "held_out": held_out}
-        self._rows = {
-            name: rows for name, rows in given.items() if rows is not None and not isinstance(rows, str | TasksConfig)
-        }
-        named = {name: _tasks(rows) for name, rows in given.items() if rows is not None}
+        self._rows, named = _examples(train, held_out)
         self._sft_config = SFTJobConfig(
             **_hosted(job),
             data=ChatDataConfig(**named, loss_on=loss_on),
@@ -232,7 +254,71 @@ class SFTTrainer(_Trainer[SFTLoop]):
         return await SFTLoop.connect(self._sft_config, policy, self._recorder, rows=self._rows)
 
 
-def _tasks(rows: Sequence[Mapping[str, Any]] | str | TasksConfig) -> TasksConfig:
+class PreferenceTrainer(_Trainer[PreferenceLoop]):
+    """Trains the policy of an interactive job on pairs of answers: `loss` is `DPO()`, `IPO()`, or, for a job with head
+    'scalar', `BradleyTerry()`. What it is compared with is the policy as it is when training begins.
+
+    `train` and `held_out` are rows (see docs/preference.md), or the name of a file or dataset. Metrics and report.html go to
+    `run_dir` (default: runs/<job id>).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        train: Examples,
+        held_out: Examples | None = None,
+        *,
+        loss: PreferenceLoss | None = None,
+        batch_size: int = 16,
+        optimizer: AdamParams | None = None,
+        evaluation: PreferenceEvaluationConfig | None = None,
+        seed: int = 0,
+        run_dir: str | Path | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Raises: ConfigError."""
+        loss = loss or DPOConfig()
+        head = "scalar" if isinstance(loss, BradleyTerryConfig) else "lm"
+        hosted = _hosted(job)
+        if (mine := getattr(job.config, "head", head)) != head:
+            raise ConfigError(
+                f"the loss '{loss.kind}' trains a policy with head '{head}', this job's has head '{mine}'",
+                hint=f"create_job(..., head='{head}')",
+            )
+        self._rows, named = _examples(train, held_out)
+        training = PreferenceTrainingConfig(seed=seed, batch_size=batch_size, decay="none")
+        if optimizer is not None:
+            training = training.model_copy(update={"optimizer": optimizer})
+        self._preference_config = PreferenceJobConfig(
+            **hosted,
+            data=PreferenceDataConfig(**named),
+            loss=loss,
+            evaluation=evaluation or PreferenceEvaluationConfig(),
+            training=training,
+        )
+        super().__init__(
+            job,
+            self._preference_config,
+            run_dir=run_dir,
+            progress=progress,
+            summarize=summarize_preference,
+            render=render_preference_report,
+        )
+
+    async def _connect(self, policy: PolicyClient) -> PreferenceLoop:
+        return await PreferenceLoop.connect(self._preference_config, policy, self._recorder, rows=self._rows, ends=False)
+
+
+def _examples(
+    train: Examples, held_out: Examples | None
+) -> tuple[dict[str, Sequence[Mapping[str, Any]]], dict[str, TasksConfig]]:
+    """(the rows that were given, the config's fields), by `train` and `held_out`."""
+    given = {name: rows for name, rows in {"train": train, "held_out": held_out}.items() if rows is not None}
+    rows = {name: rows for name, rows in given.items() if not isinstance(rows, str | TasksConfig)}
+    return rows, {name: _tasks(rows) for name, rows in given.items()}
+
+
+def _tasks(rows: Examples) -> TasksConfig:
     if isinstance(rows, TasksConfig):
         return rows
     return TasksConfig(name=rows if isinstance(rows, str) else "given rows")

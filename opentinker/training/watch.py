@@ -37,6 +37,14 @@ class Watch:
                 return self._step(row)
         return None
 
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes."""
+        return {"best": self.best, "since_best": self._since_best, "falls": self._falls, "last": self._last}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.best, self._last = state["best"], state["last"]
+        self._since_best, self._falls = int(state["since_best"]), int(state["falls"])
+
     @property
     def needs_score(self) -> bool:
         """Whether it looks at evaluations at all."""

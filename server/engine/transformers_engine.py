@@ -136,7 +136,8 @@ class TransformersEngine:
         self._model: Any = model.eval().requires_grad_(False).to(self._device)
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._max_model_len = config.max_model_len
-        self._max_num_seqs = config.max_num_seqs
+        # Alone in its batch, without padding, a sequence is computed in the same way whenever it comes.
+        self._max_num_seqs = 1 if config.deterministic else config.max_num_seqs
         self._stop_token_ids = tuple(stop_token_ids)
         self._seeds = random.Random(0)
         self._images = images

@@ -13,7 +13,8 @@ from opentinker.server.engine.base import LoraTensors, NamedTensors
 class ForwardBackwardResult:
     """What a pass over some data gives.
 
-    `logprobs`: per datum float32[T], the logprob of each weighted target (0 elsewhere), as the loss saw them.
+    `logprobs`: per datum float32[T], the logprob of each weighted target (0 elsewhere), as the loss saw them; of a loss of
+    scalars these are the values.
     `metrics`: sums over weighted tokens (keys end in `_sum`), counts (`tokens`) and maxima (keys end in `_max`).
     """
 
@@ -43,28 +44,32 @@ class Trainer(Protocol):
         """What is asked for of every weighted target (0 elsewhere), float32[T] per datum; no gradient.
 
         Raises:
-            InvalidRequestError: the policy has no value head, or the data hold a token outside the vocabulary.
+            InvalidRequestError: the policy has not the head for it, or the data hold a token outside the vocabulary.
         """
         ...
 
-    def check(self, data: Sequence[Datum], loss: LossConfig) -> None:
-        """Whether `forward_backward` would take the data, without computing anything.
+    def check(self, policy: str, data: Sequence[Datum], loss: LossConfig) -> None:
+        """Whether `forward_backward` would take the data and the loss, without computing anything.
 
         Raises:
-            InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary.
+            InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary; or it is a loss
+                of a head that the policy has not.
         """
         ...
 
     def forward_backward(self, policy: str, data: Sequence[Datum], loss: LossConfig, factor: float) -> ForwardBackwardResult:
-        """Adds the gradient of factor * (sum of the loss over the data) to the policy's gradients.
+        """Adds the gradient of factor * (sum of the loss over the data) to the policy's gradients, or, of the loss `value` of a
+        policy with a critic, to the critic's.
 
         Raises:
-            InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary.
+            InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary; or it is a loss
+                of a head that the policy has not.
         """
         ...
 
-    def optim_step(self, policy: str, params: AdamParams) -> dict[str, float]:
-        """One AdamW step on the accumulated gradients, which are cleared: {"grad_norm": ...} (before clipping).
+    def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
+        """One AdamW step on the policy's, or its critic's, accumulated gradients, which are cleared: {"grad_norm": ...} (before
+        clipping).
 
         Raises:
             TrainerError: the gradient is not finite; the gradients are cleared and the weights stay.
@@ -82,9 +87,20 @@ class Trainer(Protocol):
 
     def is_lora(self, policy: str) -> bool: ...
 
-    def save(self, policy: str, folder: Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def samples(self, policy: str) -> bool:
+        """Whether it can be published and sampled from: it has no scalar head."""
+        ...
+
+    def save(
+        self,
+        policy: str,
+        folder: Path,
+        about: Mapping[str, Any] | None = None,
+        beside: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """Write weights (safetensors; PEFT format for an adapter), optimizer state and step into an empty folder, with what
-        `about` says of the checkpoint (name, version, ...); the manifest of what was written."""
+        `about` says of the checkpoint (name, version, ...) and the files `beside` (name -> text); the manifest of what was
+        written."""
         ...
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:

@@ -6,7 +6,6 @@ A checkpoint is a folder with weights in a format other tools read, what it take
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
@@ -20,10 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from opentinker.checkpoint_files import FORMAT, digest, manifest_text, proved_state
 from opentinker.checkpoints import MANIFEST, STATE
 from opentinker.errors import CheckpointError
 
-FORMAT = 1
 OPTIMIZER = "optimizer.safetensors"
 
 
@@ -151,10 +150,9 @@ def read_tensors(path: Path, like: Mapping[str, torch.Tensor], *, part: bool = F
 def seal(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Write the trainer state and the manifest; the manifest."""
     (folder / STATE).write_text(json.dumps({"format": FORMAT, **state}, indent=1, sort_keys=True))
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(folder.iterdir())}
-    manifest = {"format": FORMAT, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
-    return manifest
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(manifest_text(files))
+    return {"format": FORMAT, "files": files}
 
 
 def open_checkpoint(folder: Path) -> dict[str, Any]:
@@ -164,22 +162,7 @@ def open_checkpoint(folder: Path) -> dict[str, Any]:
         CheckpointError: there is none, or a file is missing or corrupt.
     """
     recover(folder)
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        for name, expected in manifest["files"].items():
-            path = folder / name
-            if path.stat().st_size != expected["bytes"] or _digest(path) != expected["sha256"]:
-                raise CheckpointError(f"the checkpoint file {path} is corrupt: it is not what its manifest says")
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {folder} is incomplete: {error.filename}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint {folder} has no valid manifest: {error}") from error
+    state = proved_state(folder)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"the checkpoint {folder} has format {state.get('format')}, this trainer reads {FORMAT}")
     return state
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -208,15 +208,22 @@ def peft_tensors(config: LoraConfig, targets: tuple[str, ...], parameters: Mappi
     return LoraTensors(config.rank, config.alpha, targets, tensors)
 
 
-def save_peft(folder: Path, adapter: LoraTensors, base_model: str) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json`, as `peft.PeftModel.from_pretrained` reads them."""
+def identity(config: LoraConfig, targets: tuple[str, ...]) -> dict[str, Any]:
+    """What makes two adapters alike, as JSON."""
+    return {**config.model_dump(mode="json"), "target_modules": list(targets)}
+
+
+def save_peft(folder: Path, adapter: LoraTensors, base_model: str, *, classifier: bool = False) -> None:
+    """Write `adapter_model.safetensors` and `adapter_config.json`, as `peft.PeftModel.from_pretrained` reads them; with
+    `classifier`, onto a sequence classifier whose head is among the tensors."""
     import peft
 
     config = peft.LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         target_modules=list(adapter.target_modules),
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if classifier else "CAUSAL_LM",
+        modules_to_save=["score"] if classifier else None,
         base_model_name_or_path=base_model,
         inference_mode=True,
     )

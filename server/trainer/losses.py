@@ -8,9 +8,11 @@ With l = current logprob, o = the anchor's, b = the engine's (behaviour), A = ad
   apart).
 - `gspo`: `ppo` with r = exp(mean of l - o over the token's sequence) (Zheng et al., 2025, eq. 5 and 7).
 - `cispo`: sum w * -(c * A * l), c = clip(r, 1 - clip_low, 1 + clip_high) as a constant (MiniMax-M1, 2025, eq. 4 and 5).
+- `value`: of a scalar head's values instead of logprobs, see `value_loss`.
+- `dpo`, `ipo`, `bradley_terry`: of pairs of sequences; see `pair_losses`.
 
-All but `cross_entropy` need advantages and behaviour_logprobs. Around them: weights of truncated importance sampling
-min(exp(o - b), truncate), sequences masked by their mean of o - b, a KL term and an entropy bonus; see `LossConfig`.
+All others but `cross_entropy` need advantages and behaviour_logprobs. Around them: weights of truncated importance
+sampling min(exp(o - b), truncate), sequences masked by their mean of o - b, a KL term and an entropy bonus; see `LossConfig`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,15 +20,22 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from opentinker.client.messages import Datum, LossConfig
+from opentinker.client.messages import PAIR_LOSSES, SCALAR_LOSSES, Datum, LossConfig
 from opentinker.errors import InvalidRequestError
+from opentinker.server.trainer.pair_losses import check_pairs, pair_loss
+from opentinker.server.trainer.value_loss import value_loss
 
 _POLICY_GRADIENT = ("advantages", "behaviour_logprobs")
+_WITHOUT_RATIO = ("cross_entropy", *SCALAR_LOSSES, *PAIR_LOSSES)
 
 
 def required_arrays(loss: LossConfig) -> tuple[str, ...]:
     """The arrays that a loss needs besides `weights`."""
-    needed = () if loss.name == "cross_entropy" else _POLICY_GRADIENT
+    if loss.name in PAIR_LOSSES:
+        return () if loss.name == "bradley_terry" else ("reference_logprobs",)
+    if loss.name == "value":
+        return ("returns",) if loss.value_clip is None else ("returns", "old_values")
+    needed = () if loss.name in _WITHOUT_RATIO else _POLICY_GRADIENT
     proximal = ("proximal_logprobs",) if needed and loss.anchor == "proximal" else ()
     reference = ("reference_logprobs",) if loss.kl_coefficient else ()
     return (*needed, *proximal, *reference)
@@ -39,11 +48,13 @@ def check_arrays(data: Sequence[Datum], loss: LossConfig) -> None:
         InvalidRequestError: names the datum and what is wrong with it.
     """
     needed = required_arrays(loss)
+    if loss.name in PAIR_LOSSES:
+        check_pairs(data, loss)
     for index, datum in enumerate(data):
         for name in needed:
             if name not in datum.arrays:
                 raise InvalidRequestError(f"datum {index} has no '{name}', which the loss '{loss.name}' needs")
-        if loss.name != "cross_entropy" and loss.anchor != "proximal" and "proximal_logprobs" in datum.arrays:
+        if loss.name not in _WITHOUT_RATIO and loss.anchor != "proximal" and "proximal_logprobs" in datum.arrays:
             raise InvalidRequestError(
                 f"datum {index} has 'proximal_logprobs', which the loss '{loss.name}' does not use",
                 hint=f"its ratio is against the anchor '{loss.anchor}'; set anchor to 'proximal'",
@@ -60,7 +71,8 @@ def token_loss(
     sequence_N: torch.Tensor | None = None,
     entropies_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """(sum of the loss, differentiable in `logprobs_N` and `entropies_N`; its metrics).
+    """(sum of the loss, differentiable in `logprobs_N` and `entropies_N`; its metrics). For the losses of scalars `logprobs_N`
+    are the scalars.
 
     `sequence_N` (int64) says which sequence a token belongs to; None: all to one. `entropies_N` are needed for an entropy
     bonus.
@@ -69,12 +81,17 @@ def token_loss(
     KL(behaviour || current): (q - 1) - log q with q = exp(l - b); Schulman, 2020), `abs_logprob_diff_sum` (|l - b|),
     `ratio_max` and `clipped_sum` (tokens whose gradient the clip cut off, or for `cispo` bounded); with a KL term
     `reference_kl_sum`, with an entropy bonus `entropy_sum`, with a correction `truncated_sum` and `masked_sum` (tokens).
-    Metrics are over weighted tokens, unweighted.
+    Metrics are over weighted tokens, unweighted. Those of a loss of pairs are in `pair_loss`.
     """
+    if loss.name in PAIR_LOSSES:
+        assert sequence_N is not None
+        return pair_loss(loss, logprobs_N, arrays_N, sequence_N)
     weights_N = arrays_N["weights"]
     metrics = {"tokens": float(len(logprobs_N))}
     if loss.name == "cross_entropy":
         loss_N = -logprobs_N
+    elif loss.name == "value":
+        loss_N = value_loss(loss, logprobs_N, arrays_N, metrics)
     else:
         loss_N, weights_N = _policy_gradient(loss, logprobs_N, arrays_N, weights_N, sequence_N, metrics)
     if loss.kl_coefficient:

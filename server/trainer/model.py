@@ -15,6 +15,7 @@ from opentinker.server.images import ImageStore, sample_picture
 from opentinker.server.trainer.attention import PACKED_ATTENTION, PackLayout
 from opentinker.server.trainer.head import logprobs_and_entropies, target_logprobs
 from opentinker.server.trainer.packing import Pack, pack_data
+from opentinker.server.trainer.scalar_head import ScalarHead
 from opentinker.server.vision import attention, auto_class, embed, image_features
 
 
@@ -47,6 +48,7 @@ class PackedModel:
         """Every Hugging Face parameter name, tied ones too. LoRA layers keep these parameters but not their names."""
         self._untied = {name for name, _ in self.model.named_parameters()}
         self._head = self.model.get_output_embeddings().weight
+        self.hidden_size = int(self._head.shape[1])
         self.head_name = next(name for name, p in self.trainable().items() if p is self._head)
         # A gradient for the few rows of a pack instead of a dense one for the whole vocabulary.
         self.model.get_input_embeddings().sparse = True
@@ -56,6 +58,12 @@ class PackedModel:
     def trainable(self) -> dict[str, nn.Parameter]:
         """All parameters under their names, tied ones once."""
         return {name: p for name, p in self.names.items() if name in self._untied}
+
+    def trunk(self) -> dict[str, nn.Parameter]:
+        """What is `trainable` below another head than the output head: all but that, unless it is tied to the embeddings."""
+        if self._head is self.model.get_input_embeddings().weight:
+            return self.trainable()
+        return {name: p for name, p in self.trainable().items() if name != self.head_name}
 
     def check_tokens(self, data: Sequence[Datum]) -> None:
         """Do the tokens exist and the data fit the model?
@@ -94,6 +102,10 @@ class PackedModel:
         return logprobs_and_entropies(
             self._hidden(pack), self._head, self._tensor(targets_N), head_grad_VH, cap=self._soft_cap, temperature=temperature
         )
+
+    def scalars(self, pack: Pack, head: ScalarHead) -> torch.Tensor:
+        """What the head makes of the row that predicts each weighted target, float32[N]; differentiable as `logprobs` is."""
+        return head(self._hidden(pack))
 
     def _hidden(self, pack: Pack) -> torch.Tensor:
         """The last hidden state of the row that predicts each weighted target, [N, H]."""

@@ -95,22 +95,36 @@ class _Piece:
         return len(self.branches[0].prompt) + sum(len(b.tokens) for b in self.branches)
 
 
-def pack_data(data: Sequence[Datum], pack_tokens: int) -> list[Pack]:
+def pack_data(data: Sequence[Datum], pack_tokens: int, *, together: int = 1) -> list[Pack]:
     """Packs of at most `pack_tokens` tokens that hold every weighted target once.
 
     A group that does not fit is split and its prompt repeated; a single datum longer than `pack_tokens` gets a pack of
     its own. Data without a weighted target are in no pack. The packs depend on what the data are, not on their order.
+
+    With `together` = n, data 0 to n - 1, n to 2n - 1, ... share their prompt and are each in one pack, however long.
     """
-    groups: dict[tuple[object, ...], list[_Branch]] = {}
-    for index in sorted(range(len(data)), key=lambda i: _content(data[i])):
-        weighted = np.flatnonzero(data[index].weights).astype(np.int32)
-        if weighted.size:
-            tokens, first, last = data[index].tokens, int(weighted[0]), int(weighted[-1])
-            images = tuple((start, image) for start, image in placed_images(data[index].chunks) if start <= last)
-            branch = _Branch(index, tokens[: first + 1], tokens[first + 1 : last + 1], weighted, images)
-            groups.setdefault(branch.key, []).append(branch)
-    pieces = [piece for branches in groups.values() for piece in _split(branches, pack_tokens)]
+    groups: dict[tuple[object, ...], list[tuple[_Branch, ...]]] = {}
+    units = [range(start, min(start + together, len(data))) for start in range(0, len(data), together)]
+    for unit in sorted(units, key=lambda indices: [_content(data[i]) for i in indices]):
+        if branches := tuple(branch for index in unit if (branch := _branch(data[index], index)) is not None):
+            groups.setdefault(branches[0].key, []).append(branches)
+    pieces = [piece for group in groups.values() for piece in _split(group, pack_tokens)]
     return [_lay_out(bin_) for bin_ in _fill(pieces, pack_tokens)]
+
+
+def _branch(datum: Datum, index: int) -> _Branch | None:
+    weighted = np.flatnonzero(datum.weights).astype(np.int32)
+    if not weighted.size:
+        return None
+    tokens, first, last = datum.tokens, int(weighted[0]), int(weighted[-1])
+    images = tuple((start, image) for start, image in placed_images(datum.chunks) if start <= last)
+    return _Branch(index, tokens[: first + 1], tokens[first + 1 : last + 1], weighted, images)
+
+
+def same_prompt(one: Datum, other: Datum) -> bool:
+    """Whether both have weighted targets, and the same input up to the first of them."""
+    branches = _branch(one, 0), _branch(other, 0)
+    return branches[0] is not None and branches[1] is not None and branches[0].key == branches[1].key
 
 
 def _content(datum: Datum) -> tuple[bytes, ...]:
@@ -119,16 +133,17 @@ def _content(datum: Datum) -> tuple[bytes, ...]:
     return (datum.tokens.tobytes(), datum.targets.tobytes(), *arrays, *images)
 
 
-def _split(branches: Sequence[_Branch], pack_tokens: int) -> Iterator[_Piece]:
-    prompt = len(branches[0].prompt)
+def _split(units: Sequence[tuple[_Branch, ...]], pack_tokens: int) -> Iterator[_Piece]:
+    prompt = len(units[0][0].prompt)
     taken: list[_Branch] = []
     size = prompt
-    for branch in branches:
-        if taken and size + len(branch.tokens) > pack_tokens:
+    for unit in units:
+        added = sum(len(branch.tokens) for branch in unit)
+        if taken and size + added > pack_tokens:
             yield _Piece(tuple(taken))
             taken, size = [], prompt
-        taken.append(branch)
-        size += len(branch.tokens)
+        taken += unit
+        size += added
     yield _Piece(tuple(taken))
 
 

@@ -2,14 +2,24 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from opentinker.client.messages import AdamParams, Datum, FloatArray, IntArray, LossConfig, PolicySpec, TokenScore
+from opentinker.client.messages import (
+    PAIR_LOSSES,
+    SCALAR_LOSSES,
+    AdamParams,
+    Datum,
+    FloatArray,
+    IntArray,
+    LossConfig,
+    PolicySpec,
+    TokenScore,
+)
 from opentinker.config.base import parse_config
 from opentinker.config.job import LoraConfig, TrainerConfig
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError, TrainerError
@@ -17,10 +27,13 @@ from opentinker.server.engine.base import LoraTensors
 from opentinker.server.images import ImageStore
 from opentinker.server.trainer import checkpoint, lora
 from opentinker.server.trainer.base import ForwardBackwardResult
+from opentinker.server.trainer.critic import Critic
+from opentinker.server.trainer.identity import BASE, base_digest, check_base
 from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_loss
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.packing import Pack, pack_data
+from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, classifier_config
 
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and config files of a model directory, which a full checkpoint carries along."""
@@ -32,6 +45,9 @@ class _Policy:
     lora: LoraConfig | None
     targets: tuple[str, ...]
     """PEFT's `target_modules`; empty for a full-parameter policy."""
+    head: ScalarHead | None = None
+    """Of a reward model; its weights are among the optimizer's."""
+    critic: Critic | None = None
 
 
 class TorchTrainer:
@@ -55,6 +71,7 @@ class TorchTrainer:
         self._adapter_pass = lora.AdapterPass()
         self._policies: dict[str, _Policy] = {}
         self._model = self._load_base()
+        self._base: str | None = None
         self._reference: PackedModel | None = None
         """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
@@ -66,7 +83,7 @@ class TorchTrainer:
 
         Raises:
             ConflictError: the name is taken, or a full-parameter policy would share the model.
-            ConfigError: the adapter's config is wrong or fits no layer.
+            ConfigError: the adapter's config, or its critic's, is wrong or fits no layer.
         """
         if policy in self._policies:
             raise ConflictError(f"there already is a policy {policy}")
@@ -74,19 +91,33 @@ class TorchTrainer:
             raise ConflictError(
                 "a full-parameter policy needs the server to itself", hint="train adapters (lora), or use another server"
             )
+        critic_config = None if spec.critic is None else parse_config(LoraConfig, spec.critic)
+        head = ScalarHead(self._model.hidden_size, self._device, bias=False) if spec.head == "scalar" else None
         if spec.lora is None:
-            self._policies[policy] = _Policy(MasterOptimizer(self._model.trainable()), None, ())
+            parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
+            self._policies[policy] = _Policy(MasterOptimizer(parameters), None, (), head)
+        else:
+            config = parse_config(LoraConfig, spec.lora)
+            names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
+            adapter = lora.add_adapters(self._model.model, names, self._adapter_pass, policy, config, spec.seed)
+            parameters = adapter if head is None else {**adapter, **head.parameters(lora.PEFT_PREFIX)}
+            self._policies[policy] = _Policy(MasterOptimizer(parameters), config, targets, head)
+        if critic_config is None:
             return
-        config = parse_config(LoraConfig, spec.lora)
-        names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
-        adapter = lora.add_adapters(self._model.model, names, self._adapter_pass, policy, config, spec.seed)
-        self._policies[policy] = _Policy(MasterOptimizer(adapter), config, targets)
+        try:
+            critic = Critic(self._base_of(policy), self._adapter_pass, policy, critic_config, spec.seed + 1)
+        except Exception:
+            self.delete_policy(policy)
+            raise
+        self._policies[policy] = replace(self._policies[policy], critic=critic)
 
     def delete_policy(self, policy: str) -> None:
         """Forget a policy. The base weights are pristine afterwards: after a full-parameter policy they are its reference's,
         or loaded anew."""
         gone = self._get(policy)
         gone.optimizer.close()
+        if gone.critic is not None:
+            gone.critic.close()
         del self._policies[policy]
         if gone.lora is None:
             self._model, self._reference = self._reference or self._load_base(), None
@@ -95,6 +126,9 @@ class TorchTrainer:
 
     def is_lora(self, policy: str) -> bool:
         return self._get(policy).lora is not None
+
+    def samples(self, policy: str) -> bool:
+        return self._get(policy).head is None
 
     @torch.no_grad()
     def forward(
@@ -105,13 +139,18 @@ class TorchTrainer:
         compute: Sequence[TokenScore] = ("logprobs",),
         temperature: float = 1.0,
     ) -> dict[TokenScore, list[FloatArray]]:
-        self._get(policy)
+        state = self._get(policy)
         if not temperature > 0:
             raise InvalidRequestError(f"the temperature must be above 0, not {temperature}")
-        if "values" in compute:
+        if "values" in compute and state.head is None and state.critic is None:
             raise InvalidRequestError(
                 f"policy {policy} has no value head, so there are no 'values'; nothing was computed",
-                hint="ask for some of 'logprobs', 'reference_logprobs' and 'entropy'",
+                hint="create it with a critic, or ask for some of 'logprobs', 'reference_logprobs' and 'entropy'",
+            )
+        if state.head is not None and (others := [name for name in compute if name != "values"]):
+            raise InvalidRequestError(
+                f"policy {policy} has a scalar head, so there are no '{others[0]}'; nothing was computed",
+                hint="ask for 'values'",
             )
         self._model.check_tokens(data)
         scores = {name: [np.zeros(len(datum), np.float32) for datum in data] for name in compute}
@@ -120,7 +159,8 @@ class TorchTrainer:
                 _scatter(pack, score_N, scores[name])
         return scores
 
-    def check(self, data: Sequence[Datum], loss: LossConfig) -> None:
+    def check(self, policy: str, data: Sequence[Datum], loss: LossConfig) -> None:
+        self._trained_by(policy, loss)
         self._model.check_tokens(data)
         check_arrays(data, loss)
 
@@ -128,31 +168,40 @@ class TorchTrainer:
         """See `Trainer`. An empty batch, or one without a weighted target, has loss 0 and adds no gradient.
 
         Raises:
-            InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary.
+            InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary; or it is a loss
+                of a head that the policy has not.
             TrainerError: the loss is not finite.
         """
-        optimizer, full = self._get(policy).optimizer, not self.is_lora(policy)
-        self.check(data, loss)
-        logprobs = [np.zeros(len(datum), np.float32) for datum in data]
+        scalar, full = loss.name in SCALAR_LOSSES, not self.is_lora(policy)
+        optimizer = self._trained_by(policy, loss)
+        self.check(policy, data, loss)
+        scores = [np.zeros(len(datum), np.float32) for datum in data]
         metrics = []
+        together = 2 if loss.name in PAIR_LOSSES else 1
         with optimizer.all_or_nothing():
-            for pack in pack_data(data, self._config.pack_tokens):
-                head_grad = optimizer.gradient(self._model.head_name) if full else None
-                logprobs_N, entropies_N = self._logprobs(policy, data, pack, loss, head_grad)
+            for pack in pack_data(data, self._config.pack_tokens, together=together):
+                if scalar:
+                    scores_N, entropies_N = self._values(policy, pack), None
+                else:
+                    head_grad = optimizer.gradient(self._model.head_name) if full else None
+                    scores_N, entropies_N = self._logprobs(policy, data, pack, loss, head_grad)
                 sequence_N = torch.from_numpy(pack.data_N.astype(np.int64)).to(self._device)
-                total, part = token_loss(loss, logprobs_N, self._arrays(data, pack), sequence_N, entropies_N)
+                total, part = token_loss(loss, scores_N, self._arrays(data, pack), sequence_N, entropies_N)
                 if not np.isfinite(part["loss_sum"] * factor):
                     raise TrainerError(f"the loss is {part['loss_sum']}; no gradient was added")
                 (total * factor).backward()  # type: ignore[no-untyped-call]
-                _scatter(pack, logprobs_N.detach(), logprobs)
+                _scatter(pack, scores_N.detach(), scores)
                 metrics.append(part)
         merged = merge_metrics([{"tokens": 0.0, "loss_sum": 0.0}, *metrics])
-        return ForwardBackwardResult(factor * merged["loss_sum"], logprobs, merged)
+        return ForwardBackwardResult(factor * merged["loss_sum"], scores, merged)
 
-    def optim_step(self, policy: str, params: AdamParams) -> dict[str, float]:
-        return {"grad_norm": self._get(policy).optimizer.step(params)}
+    def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
+        if not critic:
+            return {"grad_norm": self._get(policy).optimizer.step(params)}
+        return {"grad_norm": self._critic(policy).optimizer.step(params)}
 
     def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
+        self._check_samples(policy)
         adapted = self._adapted_layers(policy) if self.is_lora(policy) else {}
         for name, parameter in self._model.names.items():
             layer = adapted.get(name)
@@ -162,14 +211,21 @@ class TorchTrainer:
         """See `Trainer`.
 
         Raises:
-            ConflictError: the policy trains the full parameters.
+            ConflictError: the policy trains the full parameters, or has a scalar head.
         """
         state = self._get(policy)
+        self._check_samples(policy)
         if state.lora is None:
             raise ConflictError(f"policy {policy} trains the full parameters and has no adapter")
         return lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
 
-    def save(self, policy: str, folder: Path, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def save(
+        self,
+        policy: str,
+        folder: Path,
+        about: Mapping[str, Any] | None = None,
+        beside: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
         """See `Trainer`. Gradients that no `optim_step` has used yet are not part of a checkpoint.
 
         Raises:
@@ -185,37 +241,110 @@ class TorchTrainer:
                 for path in self._model_dir.glob(pattern):
                     if not path.name.endswith(".index.json"):
                         shutil.copyfile(path, folder / path.name)
-            self._model.config.save_pretrained(folder)
+            config = self._model.config if state.head is None else classifier_config(self._model.config)
+            config.save_pretrained(folder)
             checkpoint.write_tensors(folder / "model.safetensors", state.optimizer.parameters)
         else:
-            lora.save_peft(folder, self.adapter(policy), str(self._model_dir))
+            adapter = lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
+            lora.save_peft(folder, adapter, str(self._model_dir), classifier=state.head is not None)
         checkpoint.write_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
-        return checkpoint.seal(folder, {**(about or {}), **self._identity(state), "step": state.optimizer.step_count})
+        critic = {} if state.critic is None else state.critic.save(folder)
+        for name, text in (beside or {}).items():
+            (folder / name).write_text(text)
+        base = {} if state.lora is None else {BASE: self._base_digest()}
+        known = {**(about or {}), **self._identity(state), **base, **critic}
+        return checkpoint.seal(folder, {**known, "step": state.optimizer.step_count})
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`. Accumulated gradients are dropped."""
         state = self._get(policy)
         found = checkpoint.open_checkpoint(folder)
         for key, mine in self._identity(state).items():
-            if found.get(key) != mine:
+            begins = weights_only and (key == "critic" or (key == "head" and found.get(key) is None))
+            if found.get(key) != mine and not begins:
                 raise CheckpointError(f"the checkpoint {folder} does not fit: its {key} is {found.get(key)}, not {mine}")
+        if state.lora is not None:
+            check_base(folder, found, self._base_digest())
         if weights_only:
-            state.optimizer.start_from(
-                checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.weights(), part=True)
-            )
+            like = state.optimizer.weights()
+            if state.head is not None and found.get("head") is None:  # a new head on what has learnt to talk
+                like = {key: weight for key, weight in like.items() if not key.endswith(HEAD_WEIGHT)}
+            weights = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, like, part=True)
+            if state.critic is not None and state.critic.identity() == found.get("critic"):
+                state.critic.start_from(folder)
+            state.optimizer.start_from(weights)
             return
         tensors = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
+        if state.critic is not None:
+            state.critic.load(folder, found)
         state.optimizer.load_state(tensors, int(found["step"]))
 
     def _identity(self, state: _Policy) -> dict[str, Any]:
         """What a checkpoint and the policy that loads it must have in common, besides all tensor shapes."""
-        config = None if state.lora is None else {**state.lora.model_dump(mode="json"), "target_modules": list(state.targets)}
-        return {"kind": "full" if config is None else "lora", "model_type": self._model.config.model_type, "lora": config}
+        config = None if state.lora is None else lora.identity(state.lora, state.targets)
+        return {
+            "kind": "full" if config is None else "lora",
+            "model_type": self._model.config.model_type,
+            "lora": config,
+            "head": None if state.head is None else "scalar",  # None also in checkpoints from before there were heads
+            "critic": None if state.critic is None else state.critic.identity(),
+        }
+
+    def _base_digest(self) -> str:
+        """Of the frozen base model of adapters."""
+        if self._base is None:
+            self._base = base_digest(self._model.names.items())
+        return self._base
 
     def _get(self, policy: str) -> _Policy:
         if policy not in self._policies:
             raise NotFoundError(f"this server has no policy {policy}")
         return self._policies[policy]
+
+    def _critic(self, policy: str) -> Critic:
+        critic = self._get(policy).critic
+        if critic is None:
+            raise InvalidRequestError(f"policy {policy} has no critic; nothing was trained", hint="create it with a critic")
+        return critic
+
+    def _trained_by(self, policy: str, loss: LossConfig) -> MasterOptimizer:
+        """Of the weights that the loss has a gradient for.
+
+        Raises:
+            InvalidRequestError: it is a loss of a head that the policy has not.
+        """
+        state = self._get(policy)
+        if loss.name not in SCALAR_LOSSES:
+            if state.head is not None:
+                raise InvalidRequestError(
+                    f"policy {policy} has a scalar head, and '{loss.name}' is a loss of logprobs; nothing was trained",
+                    hint=f"its losses: {', '.join(SCALAR_LOSSES)}",
+                )
+            return state.optimizer
+        if state.head is not None:
+            return state.optimizer
+        if loss.name == "value" and state.critic is not None:
+            return state.critic.optimizer
+        raise InvalidRequestError(
+            f"policy {policy} has no scalar head for the loss '{loss.name}'; nothing was trained",
+            hint="create it with head 'scalar'" + (", or with a critic" if loss.name == "value" else ""),
+        )
+
+    def _check_samples(self, policy: str) -> None:
+        """Raises: ConflictError when there is nothing to sample from."""
+        if not self.samples(policy):
+            raise ConflictError(
+                f"policy {policy} has a scalar head: it scores, and cannot be published or sampled",
+                hint="ask `forward` for its 'values'",
+            )
+
+    def _values(self, policy: str, pack: Pack) -> torch.Tensor:
+        """What the policy's scalar head, or its critic, says before each weighted target of the pack, float32[N]."""
+        state = self._get(policy)
+        if state.head is None:
+            return self._critic(policy).values(pack)
+        with self._adapter_pass.using([policy]):
+            return self._model.scalars(pack, state.head)
 
     def _scores(
         self, policy: str, data: Sequence[Datum], pack: Pack, compute: Sequence[TokenScore], temperature: float
@@ -229,6 +358,8 @@ class TorchTrainer:
                     scores["logprobs"] = logprobs_N
             elif "logprobs" in compute:
                 scores["logprobs"] = self._model.logprobs(pack, targets_N, temperature)
+        if "values" in compute:
+            scores["values"] = self._values(policy, pack)
         if "reference_logprobs" in compute:
             # Outside `using` no adapter is on, whichever policies have one on these layers.
             scores["reference_logprobs"] = self._base_of(policy).logprobs(pack, targets_N, temperature)

@@ -185,3 +185,46 @@ def test_fine_tuning_teaches_an_answer_and_reinforcement_goes_on_from_it(
     assert finished["state"] == "COMPLETED", finished["cause"]
     rows = [json.loads(line) for line in (Path(finished["run_dir"]) / "transcripts.jsonl").read_text().splitlines()]
     assert any("aaa" in m["content"] for row in rows for m in row["messages"] if m["role"] == "assistant")
+
+
+def test_preferences_teach_an_answer_or_a_score_and_reinforcement_goes_on_from_the_policy_only(
+    cluster: Cluster, project: Path, tiny_model_dir: Path
+) -> None:
+    rows = [{"prompt": f"Say {word}.", "chosen": "aaa", "rejected": "bbb"} for word in ("one", "two", "three", "four")]
+    (project / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = {
+        "kind": "preference",
+        "base_model": str(tiny_model_dir),
+        "engine": {"kind": "transformers", "max_model_len": 128},
+        "trainer": {"dtype": "float32"},
+        "data": {"train": {"name": "pairs.jsonl"}, "held_out": {"name": "pairs.jsonl"}},
+        "loss": {"kind": "dpo", "beta": 0.02},
+        "training": {"steps": 6, "batch_size": 4, "optimizer": {"learning_rate": 1e-2}},
+    }
+    (project / "dpo.yaml").write_text(yaml.safe_dump(config))
+    (project / "scores.yaml").write_text(yaml.safe_dump({**config, "loss": {"kind": "bradley_terry"}, "lora": {"rank": 4}}))
+    trained = {}
+    for name in ("dpo", "scores"):
+        result = opentinker("submit", project / f"{name}.yaml", "--follow", "--state-dir", cluster.state_dir)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "pairs: step 6/6  loss" in result.stdout
+        trained[name] = result.stdout.splitlines()[0]
+        summary = json.loads((Path(cluster.client.job(trained[name])["run_dir"]) / "summary.json").read_text())
+        assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.5, 1.0)  # ties, then all right
+        assert summary["loss_after"] < summary["loss_before"]
+        assert "held-out accuracy" in Path(summary["report"]).read_text()
+
+    job = submitted(cluster, project, f"start_from={trained['dpo']}/final", "training.steps=1", "evaluation.at_end=false")
+    finished = ended(cluster, job["id"])
+    assert finished["state"] == "COMPLETED", finished["cause"]
+    refused = ["submit", project / "job.yaml", f"start_from={trained['scores']}/final", "--state-dir", cluster.state_dir]
+    result = opentinker(*refused)
+    assert result.returncode == 1
+    assert "is a reward model" in result.stderr
+
+    from_start = ("submit", project / "dpo.yaml", f"start_from={trained['dpo']}/final", "--follow")
+    result = opentinker(*from_start, "--state-dir", cluster.state_dir)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "reference logprobs of 8 answers" in result.stdout
+    again = json.loads((Path(cluster.client.job(result.stdout.splitlines()[0])["run_dir"]) / "summary.json").read_text())
+    assert (again["accuracy_before"], again["margin_before"]) == (0.5, 0.0), "it is compared with what it started from"

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,7 @@ async def serving(
     create: bool = True,
     trains: bool = True,
     checkpoint: str | None = None,
+    policy: Mapping[str, Any] | None = None,
     change: Callable[[Parts], Parts] = lambda parts: parts,
 ) -> AsyncIterator[Server]:
     config = ServerConfig(
@@ -89,7 +90,7 @@ async def serving(
     client = PolicyClient(endpoint, "secret", "p")
     try:
         if create:
-            spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": checkpoint}
+            spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": checkpoint, **(policy or {})}
             created = app.state.front.dispatcher.command("p", 0, b"", "create", spec)  # as the scheduler does
             await created.wait(START_S)
             if created.problem is not None:

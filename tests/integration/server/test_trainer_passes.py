@@ -201,7 +201,7 @@ def out_of_vocabulary(datum: Datum) -> Datum:
 def test_wrong_data_are_refused_before_anything_is_computed(shared: TorchTrainer, spoil, message: str) -> None:  # type: ignore[no-untyped-def]
     data = make_data()
     data[3] = spoil(data[3])
-    for call in (lambda: shared.forward_backward("p", data, PPO, 1.0), lambda: shared.check(data, PPO)):
+    for call in (lambda: shared.forward_backward("p", data, PPO, 1.0), lambda: shared.check("p", data, PPO)):
         with pytest.raises(InvalidRequestError, match=message):
             call()
     assert gradients(shared) == {}

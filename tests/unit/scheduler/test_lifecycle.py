@@ -11,7 +11,6 @@ import pytest
 from opentinker.errors import (
     AuthenticationError,
     CheckpointError,
-    ConfigError,
     ConflictError,
     ServerLostError,
     UnknownModelError,
@@ -54,11 +53,6 @@ async def test_an_inference_job_with_a_lease_ends_with_its_client(world: Any) ->
     job = await world.reach(await inference(world, lease=True), "RUNNING")
     world.clock.now += 31.0
     assert "lease expired" in (await world.reach(job, "CANCELLED"))["cause"]
-
-
-async def test_kinds_that_servers_cannot_do_yet_are_refused(world: Any) -> None:
-    with pytest.raises(ConfigError, match="not served yet"):
-        await world.service.submit("admin", {"kind": "preference", "base_model": "some-model"})
 
 
 async def test_a_driver_that_dies_is_run_again_on_a_new_server_and_resumes(world: Any) -> None:

@@ -128,6 +128,7 @@ async def test_the_list_names_what_can_be_started_from_newest_first(world: Any) 
         "step": 40,
         "created_at": 60.0,
         "bytes": 7,
+        "tags": [],
     }
     with pytest.raises(NotFoundError):
         await world.service.checkpoints("bob", job["id"])

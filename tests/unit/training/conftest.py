@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from opentinker.client.messages import (
     AdamParams,
+    CriticStep,
     Datum,
     FloatArray,
     LossConfig,
@@ -57,8 +58,13 @@ class BanditPolicy:
         self.batches: list[tuple[Sequence[Datum], Sequence[Minibatch]]] = []
         self.optimizers: list[AdamParams] = []
         self.losses: list[LossConfig] = []
+        self.critics: list[CriticStep] = []
+        self.value = 0.0
+        """What its critic says of every state."""
         self.broken: Exception | None = None
         self.saved: dict[str, np.ndarray] = {}
+        self.drivers: dict[str, Any] = {}
+        self.kept: dict[str, int | None] = {}
 
     async def info(self) -> dict[str, Any]:
         self.calls.append("info")
@@ -88,7 +94,11 @@ class BanditPolicy:
     ) -> dict[TokenScore, list[FloatArray]]:
         """Its own logprobs; the reference is a policy that has learnt nothing."""
         self.calls.append(f"forward {' '.join(compute)}")
-        tables = {"logprobs": self.logprobs(), "reference_logprobs": np.full(10, -np.log(10))}
+        tables = {
+            "logprobs": self.logprobs(),
+            "reference_logprobs": np.full(10, -np.log(10)),
+            "values": np.full(10, self.value),
+        }
         known = {token: digit for digit, token in enumerate(self.digits)}
         return {
             name: [
@@ -105,9 +115,12 @@ class BanditPolicy:
         loss: LossConfig,
         optimizer: AdamParams,
         *,
+        critic: CriticStep | None = None,
         publish: bool = True,
     ) -> dict[str, Any]:
         self.calls.append("train_step")
+        if critic is not None:
+            self.critics.append(critic)
         self.batches.append((data, minibatches))
         self.optimizers.append(optimizer)
         self.losses.append(loss)
@@ -121,22 +134,35 @@ class BanditPolicy:
                         gradient += (
                             minibatch.factor * advantage * (np.eye(10)[self.digits.index(token)] - np.exp(self.logprobs()))
                         )
-            self.logits += optimizer.learning_rate * gradient
-            metrics = {"tokens": tokens, "mismatch_kl_sum": 0.001 * tokens, "ratio_max": 1.01, "clipped_sum": 0.0}
-            reports.append({"loss": 0.0, "metrics": metrics, "grad_norm": float(np.linalg.norm(gradient))})
-        self.version += 1
-        return {"minibatches": reports, "version": self.version, "publish": {"seconds": 0.0}}
+            report: dict[str, Any] = {}
+            if critic is None or not critic.alone:
+                self.logits += optimizer.learning_rate * gradient
+                metrics = {"tokens": tokens, "mismatch_kl_sum": 0.001 * tokens, "ratio_max": 1.01, "clipped_sum": 0.0}
+                report = {"loss": 0.0, "metrics": metrics, "grad_norm": float(np.linalg.norm(gradient))}
+            if critic is not None:
+                report["critic"] = self.train_critic([data[i] for i in minibatch.indices])
+            reports.append(report)
+        self.version += publish
+        return {"minibatches": reports, "version": self.version, "publish": {"seconds": 0.0} if publish else None}
 
-    async def save(self, name: str) -> dict[str, Any]:
+    def train_critic(self, data: Sequence[Datum]) -> dict[str, Any]:
+        returns = np.concatenate([datum.arrays["returns"][datum.weights != 0] for datum in data])
+        loss = float(np.mean((returns - self.value) ** 2) / 2)
+        self.value += 0.3 * float(returns.mean() - self.value)
+        return {"loss": loss, "metrics": {"tokens": float(len(returns)), "value_clipped_sum": 0.0}, "grad_norm": 1.0}
+
+    async def save(self, name: str, *, driver: Any = None, keep_last: int | None = None) -> dict[str, Any]:
         self.calls.append(f"save {name}")
         self.saved[name] = self.logits.copy()
+        self.drivers[name] = driver
+        self.kept[name] = keep_last
         return {"path": f"/checkpoints/{name}", "manifest": {}}
 
     async def load(self, name: str) -> dict[str, Any]:
         self.calls.append(f"load {name}")
         self.logits = self.saved[name].copy()
         self.version += 1
-        return {"version": self.version}
+        return {"version": self.version, "driver": self.drivers.get(name)}
 
     def logprobs(self) -> np.ndarray:
         return self.logits - np.log(np.exp(self.logits).sum())

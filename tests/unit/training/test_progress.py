@@ -48,3 +48,19 @@ def test_sparklines_of_little_data(values: list[float], drawn: str) -> None:
 
 def test_a_sparkline_shows_the_newest_values() -> None:
     assert sparkline([9.0] * 100 + [0.0], width=2) == "█▁"
+
+
+def test_rows_of_preference_training_are_one_line_each() -> None:
+    step = {"kind": "preference_step", "step": 3, "loss": 0.65, "accuracy": 0.75, "margin": 0.1, "tokens_per_s": 580.2}
+    step |= {"step_s": 2.94, "dropped": 1, "unusable": 0}
+    held_out = {"kind": "preference_evaluation", "step": 0, "accuracy": 0.5, "accuracy_ci": 0.0, "loss": 0.693, "pairs": 60}
+    console = Console(file=io.StringIO(), width=40)
+    with Progress("pairs", 25, console=console) as progress:
+        progress({"kind": "preference_reference", "step": 0, "answers": 24, "reference_s": 1.26})
+        progress(held_out)
+        progress(step)
+    assert console.file.getvalue().splitlines() == [
+        "pairs: reference logprobs of 24 answers in 1.3 s",
+        "pairs: held-out accuracy 0.500 ±0.000, loss 0.693 after 0 steps (60 pairs)",
+        "pairs: step  3/25  loss 0.650  accuracy 0.750  margin 0.100  580 tok/s  2.9 s  1 pairs too long",
+    ]

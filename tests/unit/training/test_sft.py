@@ -70,7 +70,8 @@ class Unigram:
         self.version += 1
         return {"version": self.version}
 
-    async def save(self, name: str) -> dict[str, Any]:
+    async def save(self, name: str, *, driver: Any = None, keep_last: int | None = None) -> dict[str, Any]:
+        self.driver = driver
         self.calls.append(f"save {name}@{self.version}")
         return {"path": f"/checkpoints/{name}"}
 

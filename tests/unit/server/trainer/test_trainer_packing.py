@@ -137,3 +137,29 @@ def test_prompts_with_other_images_are_not_shared() -> None:
     (pack,) = pack_data([shown("a"), shown("b"), shown("a")], 100)
     assert [len(group.branches) for group in pack.groups] == [2, 1]
     assert sorted((start, image.sha256) for start, image in pack.images) == [(1, "a"), (5, "b")]
+
+
+@st.composite
+def pair_batches(draw: st.DrawFn) -> list[Datum]:
+    """Pairs over two letters that share their prompt."""
+    letters, data = st.lists(st.integers(0, 1), min_size=1, max_size=6), []
+    for _ in range(draw(st.integers(0, 5))):
+        prompt = draw(letters)
+        for _ in range(2):
+            answer = draw(letters)
+            data.append(datum([*prompt, *answer], [0.0] * (len(prompt) - 1) + [1.0] * (len(answer) + 1)))
+    return data
+
+
+@given(pair_batches(), st.integers(1, 40))
+def test_a_pair_stays_in_one_pack_side_by_side_whatever_the_budget(data: list[Datum], pack_tokens: int) -> None:
+    covered = []
+    for pack in pack_data(data, pack_tokens, together=2):
+        order = list(dict.fromkeys(pack.data_N.tolist()))
+        assert len(order) % 2 == 0
+        assert all(b == a + 1 and a % 2 == 0 for a, b in zip(order[0::2], order[1::2], strict=True))
+        assert len(pack) <= pack_tokens or len(order) == 2
+        for row, index, step in zip(pack.rows_N, pack.data_N, pack.steps_N, strict=True):
+            covered.append((int(index), int(step)))
+            assert seen_tokens(pack, int(row)) == data[index].tokens[: step + 1].tolist()
+    assert sorted(covered) == [(i, int(t)) for i, d in enumerate(data) for t in np.flatnonzero(d.weights)]

@@ -1,0 +1,152 @@
+"""What users do to checkpoints: tags, deletion; and the hold of a job that starts from one."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from opentinker.checkpoint_marks import Marks, check_tag, resolve, tags_of
+from opentinker.checkpoints import Checkpoint, CheckpointRef, find, parse_name, versioned
+from opentinker.config.job import JobConfig
+from opentinker.errors import CheckpointError, ConflictError, NotFoundError
+from opentinker.retention import remove
+from opentinker.scheduler.checkpoint_views import checkpoint_root, checkpoint_view, ref_of, resolve_start
+from opentinker.scheduler.records import Job
+from opentinker.scheduler.storage_calls import StorageCalls
+from opentinker.scheduler.store import JobStore
+from opentinker.storage import Storage, all_checkpoints
+
+WITHIN_S = 60.0
+"""How long the storage may take."""
+STEP = "step-"
+T = TypeVar("T")
+
+
+class CheckpointCare:
+    """Everything that is asked of a disk or the storage runs in threads; the store is read on the event loop."""
+
+    def __init__(self, store: JobStore, storage: Storage | None, storage_calls: StorageCalls) -> None:
+        self._store = store
+        self._storage = storage
+        self._storage_calls = storage_calls
+        self._accepting: set[str] = set()
+        """Jobs whose hold is there, and that the store does not know yet."""
+
+    async def tag(self, job: Job, name: str, tag: str) -> dict[str, Any]:
+        """Give a checkpoint a tag, which another one of the job loses; the checkpoint's view.
+
+        Raises:
+            NotFoundError: the job has no such checkpoint.
+            InvalidRequestError, ConflictError: the tag cannot be given.
+            UnavailableError: the storage is away; nothing was changed.
+        """
+        return await self._run(partial(self._tag, job, name, tag))
+
+    async def untag(self, job: Job, tag: str) -> None:
+        """Raises: NotFoundError, UnavailableError."""
+        await self._run(partial(self._untag, job, tag))
+
+    async def delete(self, job: Job, name: str) -> CheckpointRef:
+        """Delete one checkpoint, here and in the storage; which one it was.
+
+        Raises:
+            NotFoundError: the job has no such checkpoint.
+            ConflictError: it has a tag, an open job starts from it, or the job itself may go on from it.
+            CheckpointError: the disk refuses.
+            UnavailableError: the storage is away.
+        """
+        chosen = await self._run(partial(self._chosen, job, name))
+        folder, ref = versioned(chosen.name, chosen.version), ref_of(job, chosen.name, chosen.version)
+        open_jobs = {live.id: str(live.config.get("start_from", "")) for live in self._store.live_jobs()}
+        if users := sorted(id_ for id_, start in open_jobs.items() if start == str(ref)):
+            raise ConflictError(f"{ref} is what job {users[0]} starts from", hint="delete it when that job has ended")
+        marks = Marks(checkpoint_root(job), self._storage)
+        for holder in (h for h, held in (await self._run(marks.holds)).items() if held == folder):
+            if holder not in self._accepting and holder not in open_jobs:
+                await self._run(partial(marks.release, holder))
+        if not await self._run(partial(self._delete, job, chosen, not job.state.ended)):
+            raise ConflictError(f"a job is being submitted that starts from {ref}", hint="delete it when that job has ended")
+        return ref
+
+    async def hold(self, job_id: str, ref: CheckpointRef, source: Job, config: JobConfig) -> None:
+        """Before a job is accepted that starts from a checkpoint: from now on it is not deleted. `accepted` has to follow.
+
+        Raises:
+            ConfigError: it was deleted meanwhile.
+            UnavailableError: the storage does not answer.
+        """
+        self._accepting.add(job_id)
+        try:
+            await self._run(partial(self._hold, job_id, ref, source, config))
+        except BaseException:
+            self._accepting.discard(job_id)
+            raise
+
+    async def accepted(self, job_id: str, source: Job, *, failed: bool) -> None:
+        """The store knows the job now, or never will."""
+        self._accepting.discard(job_id)
+        if failed:
+            release = partial(Marks(checkpoint_root(source), self._storage).release, job_id)
+            if self._storage is None:
+                await asyncio.to_thread(release)
+            else:
+                self._storage_calls.later(release)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        if self._storage is None:
+            return await asyncio.to_thread(work)
+        return await self._storage_calls.run(work, WITHIN_S)
+
+    def _hold(self, job_id: str, ref: CheckpointRef, source: Job, config: JobConfig) -> None:
+        marks = Marks(checkpoint_root(source), self._storage)
+        marks.hold(job_id, versioned(ref.name, ref.version))
+        try:
+            resolve_start(ref, source, config, self._storage)  # whoever deletes it now sees the hold
+        except BaseException:
+            marks.release(job_id)
+            raise
+
+    def _tag(self, job: Job, name: str, tag: str) -> dict[str, Any]:
+        marks = Marks(checkpoint_root(job), self._storage)
+        saved = self._saved(job)
+        chosen = _named(job, saved, marks.tags(), name)
+        marks.tag(check_tag(tag, saved), versioned(chosen.name, chosen.version))
+        return checkpoint_view(job, chosen, marks.tags())
+
+    def _untag(self, job: Job, tag: str) -> None:
+        marks = Marks(checkpoint_root(job), self._storage)
+        known = marks.tags()
+        if tag not in known or not marks.untag(tag):
+            has = f"it has {', '.join(sorted(known))}" if known else "it has none"
+            raise NotFoundError(f"job {job.id} has no tag '{tag[:100]}'", hint=has)
+
+    def _chosen(self, job: Job, name: str) -> Checkpoint:
+        return _named(job, self._saved(job), {}, name)  # a tag is no way to delete what it protects
+
+    def _delete(self, job: Job, chosen: Checkpoint, is_open: bool) -> bool:
+        root, saved = checkpoint_root(job), self._saved(job)
+        ref = ref_of(job, chosen.name, chosen.version)
+        if given := tags_of(Marks(root, self._storage).tags(), chosen):
+            hint = f"opentinker checkpoint untag {job.id} {given[0]}"
+            raise ConflictError(f"{ref} has the tag '{given[0]}'", hint=hint)
+        steps = [c for c in saved if c.name.startswith(STEP)]
+        last = max(steps, key=lambda c: c.name, default=None)
+        if is_open and last is not None and chosen.name == last.name and find(saved, last.name) == chosen:
+            raise ConflictError(f"{ref} is what its job would go on from", hint="delete it when the job has ended")
+        try:
+            return remove(root, versioned(chosen.name, chosen.version), self._storage)
+        except OSError as error:
+            raise CheckpointError(f"cannot delete {ref}: {error.strerror}") from error
+
+    def _saved(self, job: Job) -> list[Checkpoint]:
+        return all_checkpoints(Path(checkpoint_root(job)), self._storage)
+
+
+def _named(job: Job, saved: list[Checkpoint], tags: dict[str, str], name: str) -> Checkpoint:
+    found = resolve(saved, tags, *parse_name(name))
+    if found is None:
+        known = [versioned(c.name, c.version) for c in saved]
+        hint = f"it has {', '.join(known[:10])}" if known else "it has none"
+        raise NotFoundError(f"job {job.id} has no checkpoint '{name}'", hint=hint)
+    return found
