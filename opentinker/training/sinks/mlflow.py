@@ -3,9 +3,6 @@
 import time
 from collections.abc import Mapping
 
-from mlflow.entities import Metric
-from mlflow.tracking import MlflowClient
-
 from opentinker.config.sinks import MlflowConfig
 from opentinker.training.sinks.base import SinkRun
 
@@ -15,6 +12,8 @@ _TAG = "opentinker.run"
 
 class MlflowSink:
     def __init__(self, config: MlflowConfig, run: SinkRun) -> None:
+        from mlflow.tracking import MlflowClient
+
         self._client = MlflowClient(tracking_uri=config.tracking_uri or f"sqlite:///{run.folder}/mlflow.db")
         found = self._client.get_experiment_by_name(config.experiment)
         experiment = self._client.create_experiment(config.experiment) if found is None else found.experiment_id
@@ -29,6 +28,8 @@ class MlflowSink:
                 self._client.log_param(self._run, name, run.config.get(name))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
         now = int(time.time() * 1000)
         # MLflow's names know no '@', which pass@k has.
         metrics = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in values.items()]

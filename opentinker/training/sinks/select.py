@@ -8,9 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from opentinker.config.sinks import MlflowConfig, Sinks, TensorBoardConfig, TrackioConfig, WandbConfig
+from opentinker.config.sinks import Sinks
 from opentinker.errors import ConfigError
 from opentinker.training.sinks.base import SafeSink, Sink, SinkRun
+from opentinker.training.sinks.mlflow import MlflowSink
+from opentinker.training.sinks.tensorboard import TensorBoardSink
+from opentinker.training.sinks.trackio import TrackioSink
+from opentinker.training.sinks.wandb import WandbSink
 
 STATE = "sinks.json"
 """In the run's folder: the run's id at its sinks, and the last step that each was given."""
@@ -72,36 +76,13 @@ def check_installed(sinks: Sinks) -> None:
             )
 
 
-def _tensorboard(config: TensorBoardConfig, run: SinkRun) -> Sink:
-    from opentinker.training.sinks.tensorboard import TensorBoardSink
-
-    return TensorBoardSink(config, run)
-
-
-def _wandb(config: WandbConfig, run: SinkRun) -> Sink:
-    from opentinker.training.sinks.wandb import WandbSink
-
-    return WandbSink(config, run)
-
-
-def _mlflow(config: MlflowConfig, run: SinkRun) -> Sink:
-    from opentinker.training.sinks.mlflow import MlflowSink
-
-    return MlflowSink(config, run)
-
-
-def _trackio(config: TrackioConfig, run: SinkRun) -> Sink:
-    from opentinker.training.sinks.trackio import TrackioSink
-
-    return TrackioSink(config, run)
-
-
 _OPEN: dict[str, Callable[..., Sink]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "trackio": _trackio,
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "trackio": TrackioSink,
 }
+"""Each imports its package when it is made."""
 
 
 def close_all(sinks: Sequence[SafeSink]) -> None:

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-import wandb
-
 from opentinker.config.sinks import WandbConfig
 from opentinker.training.sinks.base import SinkRun
 
@@ -12,6 +10,8 @@ class WandbSink:
     """The run keeps its id, so that it is one run there, however often it goes on."""
 
     def __init__(self, config: WandbConfig, run: SinkRun) -> None:
+        import wandb
+
         self._run = wandb.init(
             project=config.project,
             entity=config.entity or None,
