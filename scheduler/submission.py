@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from opentinker.checkpoints import CheckpointRef, parse_ref
 from opentinker.config.job import JobConfig, RLJobConfig, parse_job
+from opentinker.config.sinks import secrets_of
 from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, TooLargeError, UnavailableError
 from opentinker.scheduler.checkpoint_care import CheckpointCare
 from opentinker.scheduler.checkpoint_views import resolve_start, start_source
@@ -185,7 +186,9 @@ class Submissions:
 
 
 def secrets_named(config: JobConfig) -> dict[str, str]:
-    return config.environment.secrets if isinstance(config, RLJobConfig) else {}
+    """Environment variable of the driver -> name of a secret of the job's owner."""
+    of_environment = config.environment.secrets if isinstance(config, RLJobConfig) else {}
+    return {**secrets_of(getattr(config, "sinks", ())), **of_environment}
 
 
 def _check_size(config: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from opentinker.config.preference import (
 )
 from opentinker.config.requirements import MAX_REQUIREMENTS, check_requirements, check_secrets
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
+from opentinker.config.sinks import Sinks
 from opentinker.config.tasks import TasksConfig
 from opentinker.errors import ConfigError
 
@@ -373,6 +374,8 @@ class RLJobConfig(JobConfig):
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     training: RLTrainingConfig = RLTrainingConfig()
+    sinks: Sinks = ()
+    """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
     @model_validator(mode="after")
     def _action_fits_context(self) -> "RLJobConfig":
@@ -420,6 +423,8 @@ class SFTJobConfig(JobConfig):
     data: ChatDataConfig
     evaluation: SFTEvaluationConfig = SFTEvaluationConfig()
     training: SFTTrainingConfig = SFTTrainingConfig()
+    sinks: Sinks = ()
+    """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
     @property
     def policy_seed(self) -> int:

@@ -25,6 +25,8 @@ from opentinker.training.report import Render, render_report
 from opentinker.training.rl import RLLoop
 from opentinker.training.sft import SFTLoop
 from opentinker.training.sft_report import render_sft_report, summarize_sft
+from opentinker.training.sinks.base import SafeSink
+from opentinker.training.sinks.select import check_installed, close_all, make_sinks
 
 logger = logging.getLogger(__name__)
 J = TypeVar("J", bound=JobConfig)
@@ -158,9 +160,18 @@ class _Run:
         self._step = last_checkpoint(folder) if resume else None
         resume_at = None if not resume else -1 if self._step is None else self._step
         fields = job.model_dump(mode="json")
+        asked = getattr(job, "sinks", ())
+        check_installed(asked)
+        self._sinks: tuple[SafeSink, ...] = ()
+
+        def shown(row: Row) -> None:
+            for sink in self._sinks:
+                sink(row)
+
         self._recorder = Recorder(
-            folder, fields, listeners=(log, *listeners), resume_at=resume_at, summarize=summarize, render=render
+            folder, fields, listeners=(log, *listeners, shown), resume_at=resume_at, summarize=summarize, render=render
         )
+        self._sinks = make_sinks(asked, folder, fields, resume_at=resume_at)
 
     def drive(
         self, client: PolicyClient, connect: Callable[[PolicyClient, Recorder], Awaitable[Loop]], started: float
@@ -182,6 +193,7 @@ class _Run:
             checkpoint = asyncio.run(work())
         finally:
             summary = self._recorder.finish(wall_s=time.monotonic() - started, checkpoint=checkpoint)
+            close_all(self._sinks)
         return summary
 
 

@@ -47,3 +47,41 @@ def test_no_such_job_is_an_error(live: Any) -> None:
 @pytest.mark.parametrize(("amount", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**40, "5.0 TiB")])
 def test_sizes_are_for_people(amount: int, text: str) -> None:
     assert size(amount) == text
+
+
+def test_a_checkpoint_is_tagged_used_and_deleted_from_the_command_line(live: Any) -> None:
+    job = live.submit()
+    save(job, "final", 25, at=2000.0)
+    save(job, "mine", 10, at=1000.0)
+    tagged = run(live, "checkpoint", "tag", job["id"], "mine@10", "good")
+    assert (tagged.exit_code, tagged.stdout.strip()) == (0, f"admin/{job['id']}/mine@10 is {job['id']}/good")
+    assert "good" in run(live, "checkpoint", "list", job["id"]).stdout
+    listed = [json.loads(line) for line in run(live, "checkpoint", "list", job["id"], "--json").stdout.splitlines()]
+    assert [row["tags"] for row in listed] == [[], ["good"]]
+    refused = run(live, "checkpoint", "delete", job["id"], "mine@10", "--yes")
+    assert refused.exit_code == 1
+    assert f"opentinker checkpoint untag {job['id']} good" in refused.stderr
+    assert json.loads(run(live, "checkpoint", "untag", job["id"], "good", "--json").stdout)["untagged"] == "good"
+    unasked = run(live, "checkpoint", "delete", job["id"], "mine@10")
+    assert (unasked.exit_code, "--yes" in unasked.stderr) == (1, True)
+    deleted = json.loads(run(live, "checkpoint", "delete", job["id"], "mine", "--yes", "--json").stdout)
+    assert deleted == {"deleted": f"admin/{job['id']}/mine@10", "bytes": 3 * 2**20}
+    assert len(run(live, "checkpoint", "list", job["id"], "--json").stdout.splitlines()) == 1
+    absent = run(live, "checkpoint", "delete", job["id"], "mine", "--yes")
+    assert (absent.exit_code, "it has final@25" in absent.stderr) == (1, True)
+
+
+def test_an_export_says_what_it_cannot_reach(live: Any, tmp_path: Path) -> None:
+    job = live.submit()
+    save(job, "final", 25, at=2000.0)
+    out = str(tmp_path / "out")
+    damaged = run(live, "checkpoint", "export", job["id"], "final", "-o", out)
+    assert (damaged.exit_code, "incomplete" in damaged.stderr) == (1, True)
+    for words, message in (
+        ((str(tmp_path / "nowhere"),), "there is no folder"),
+        ((job["id"], "best"), "no checkpoint 'best'"),
+        ((job["id"], "final", "--dtype", "float32"), "--merge"),
+    ):
+        refused = run(live, "checkpoint", "export", *words, "-o", out)
+        assert (refused.exit_code, message in refused.stderr) == (1, True), refused.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,214 @@
+"""Kill a run with SIGKILL at random moments, let it resume, and compare with a run that was never interrupted, bit for bit.
+
+Usage: python tests/scenarios/exact_resume.py [--runs 4] [--steps 6] [--kinds lora full sft] [--seed 0]
+Server and driver live in one process, which is killed as a whole; what goes on is a new server and a new driver on the run's
+folder. The engine is the transformers one with `deterministic`, the environment answers after random pauses, so that nothing
+may depend on the order of arrival. The last line says how far apart the parameters and moments of the two final checkpoints
+are; the exit code is 1 unless that is nothing at all.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+CHILD_S = 170.0
+ENVIRONMENT = '''
+import random
+import time
+
+from opentinker.env.environment import Action, Environment, StepResult
+
+
+class Counting(Environment):
+    """Two turns; a letter earns a little. Answers come late, each time differently."""
+
+    @classmethod
+    def make_task(cls, seed):
+        return {"number": seed % 100}
+
+    @classmethod
+    def held_out_tasks(cls):
+        return [{"number": number} for number in range(2)]
+
+    def reset(self, task):
+        self.turns = 0
+        time.sleep(random.uniform(0.0, 0.01))
+        return f"The number is {task['number']}"
+
+    def step(self, action: Action):
+        self.turns += 1
+        time.sleep(random.uniform(0.0, 0.01))
+        reward = sum(letter in "aeiou" for letter in action.text) / 10
+        return StepResult(observation="What is next?", reward=reward, done=self.turns == 2)
+'''
+
+
+def config_of(kind: str, model: Path, steps: int) -> dict[str, Any]:
+    """A job that takes a second a step or less."""
+    shared = {
+        "base_model": str(model),
+        "engine": {"kind": "transformers", "deterministic": True, "max_model_len": 256},
+        "trainer": {"dtype": "float32"},
+        "training": {"steps": steps, "save_every": 2, "keep_last": 1, "seed": 3, "optimizer": {"learning_rate": 1e-2}},
+    }
+    if kind == "sft":
+        shared["training"]["batch_size"] = 4
+        data = {"train": {"name": "chat.jsonl"}, "held_out": {"name": "chat.jsonl", "limit": 2}}
+        return {**shared, "kind": "sft", "data": data, "evaluation": {"every": 3}}
+    return {
+        **shared,
+        "kind": "rl",
+        "lora": {"rank": 4} if kind == "lora" else None,
+        "environment": {"name": "counting.py:Counting"},
+        "algorithm": {"group_size": 4},
+        "sampling": {"max_tokens": 10},
+        "rollout": {"groups_per_step": 2, "max_turns": 2},
+        "evaluation": {"at_start": False, "every": 3, "max_tasks": 2, "samples_per_task": 2},
+    }
+
+
+def prepare(folder: Path) -> None:
+    """The model, the environment and the examples that the runs share."""
+    spec = importlib.util.spec_from_file_location("tests_conftest", TESTS / "conftest.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.build_tiny_model(folder / "model")
+    (folder / "counting.py").write_text(ENVIRONMENT)
+    rows = [{"prompt": f"What is {n} + {n}?", "completion": f"The answer is {2 * n}."} for n in range(12)]
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+async def serve_and_drive(folder: Path, config: dict[str, Any], run_dir: Path, *, resume: bool) -> None:
+    """A server and its driver, to the run's end."""
+    from opentinker.config.job import parse_job
+    from opentinker.errors import from_problem
+    from opentinker.server.front import create_app
+    from opentinker.server.listener import Listener
+    from opentinker.server.loading import load_parts, server_info
+    from opentinker.server.worker import InProcessWorker, Worker
+    from opentinker.training.run import run_rl_job, run_sft_job
+
+    job = parse_job(config)
+    server = job.server()
+    worker = Worker(lambda: load_parts(Path(job.base_model), server, job.lora, run_dir / "checkpoints"))
+    parts = await asyncio.to_thread(worker.start, CHILD_S)
+    app = create_app(InProcessWorker(worker), {"p": "secret"}, server_info(Path(job.base_model), server, parts))
+    listener = Listener(app, "127.0.0.1")
+    endpoint = await listener.start()
+    spec = {"lora": None if job.lora is None else job.lora.model_dump(), "seed": job.policy_seed}
+    created = app.state.front.dispatcher.command("p", 0, b"", "create", spec)
+    await created.wait(CHILD_S)
+    if created.problem is not None:
+        raise from_problem(created.problem)
+    drive = run_sft_job if job.kind == "sft" else run_rl_job
+    try:
+        await asyncio.to_thread(
+            drive,
+            config,
+            endpoint=endpoint,
+            token="secret",
+            policy="p",
+            run_dir=run_dir,
+            code_dir=folder,
+            resume=resume,
+        )
+    finally:
+        await listener.stop()
+        await asyncio.to_thread(worker.stop)
+
+
+def start(folder: Path, kind: str, run_dir: Path, steps: int, *, resume: bool) -> "subprocess.Popen[bytes]":
+    """A process of its own that serves and drives."""
+    log = run_dir.with_suffix(".log").open("ab")
+    words = [sys.executable, __file__, "--child", str(folder), kind, str(run_dir), str(steps), str(int(resume))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")]))}
+    return subprocess.Popen(words, stdout=log, stderr=log, env=environment)
+
+
+def finish(process: "subprocess.Popen[bytes]", run_dir: Path) -> None:
+    if process.wait(CHILD_S) != 0:
+        raise RuntimeError(f"a run failed:\n{run_dir.with_suffix('.log').read_text()[-3000:]}")
+
+
+def rows_of(run_dir: Path) -> int:
+    try:
+        return (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def kill_after(process: "subprocess.Popen[bytes]", run_dir: Path, rows: int, pause_s: float) -> bool:
+    """Kill the run a while after it wrote that many rows; whether it was still running."""
+    deadline = time.monotonic() + CHILD_S
+    while process.poll() is None and rows_of(run_dir) < rows and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(pause_s)
+    running = process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait(CHILD_S)
+    return running
+
+
+def difference(one: Path, other: Path) -> float:
+    """The largest difference between the parameters and moments of two runs' final checkpoints."""
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    states = []
+    for run_dir in (one, other):
+        [folder] = (run_dir / "checkpoints").glob("final@*")
+        states.append(load_file(folder / "optimizer.safetensors"))
+    if states[0].keys() != states[1].keys():
+        return float("inf")
+    return max(float(np.abs(states[0][n].astype(np.float64) - states[1][n].astype(np.float64)).max()) for n in states[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=4, help="interrupted runs of each kind")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--kinds", nargs="+", default=["lora", "full", "sft"])
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rng, worst, kills = random.Random(arguments.seed), 0.0, 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        for kind in arguments.kinds:
+            whole = folder / f"{kind}-whole"
+            finish(start(folder, kind, whole, arguments.steps, resume=False), whole)
+            for number in range(arguments.runs):
+                cut = folder / f"{kind}-{number}"
+                rows, pause_s = rng.randrange(1, arguments.steps), rng.uniform(0.0, 0.5)
+                killed = kill_after(start(folder, kind, cut, arguments.steps, resume=False), cut, rows, pause_s)
+                kills += killed
+                if killed:
+                    finish(start(folder, kind, cut, arguments.steps, resume=True), cut)
+                apart = difference(whole, cut)
+                worst = max(worst, apart)
+                print(f"{kind} run {number}: killed {pause_s:.2f} s after row {rows}, max |difference| = {apart:g}", flush=True)
+    runs = arguments.runs * len(arguments.kinds)
+    print(f"exact resume: {kills} kill -9 in {runs} runs of {arguments.steps} steps, max |difference| = {worst:g}")
+    sys.exit(worst != 0.0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child_folder, child_kind, child_run, child_steps, child_resume = sys.argv[2:]
+        child_config = config_of(child_kind, Path(child_folder) / "model", int(child_steps))
+        asyncio.run(serve_and_drive(Path(child_folder), child_config, Path(child_run), resume=child_resume == "1"))
+    else:
+        main()

@@ -1,0 +1,133 @@
+"""Tags, deletion and holds of checkpoints, as users ask for them: whose, which, and what protects one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opentinker.checkpoint_marks import Marks
+from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from opentinker.scheduler.records import Scope
+from opentinker.scheduler.users import Caller
+
+ANN = Caller("ann", frozenset({Scope.SUBMIT}))
+
+
+def save(job: dict[str, Any], name: str, version: int) -> Path:
+    """What the job's server would have written."""
+    folder = Path(job["run_dir"]) / "checkpoints" / f"{name}@{version}"
+    folder.mkdir(parents=True)
+    state = {"kind": "full", "model_type": "llama", "step": version, "created_at": 100.0 + version, "version": version}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    (folder / "manifest.json").write_text(json.dumps({"files": {"w": {"bytes": 7}}}))
+    return folder
+
+
+async def submit(world: Any, **config: Any) -> dict[str, Any]:
+    job: dict[str, Any] = await world.service.submit("ann", {"kind": "interactive", "base_model": "some-model", **config})
+    return job
+
+
+async def ended(world: Any) -> dict[str, Any]:
+    job = await submit(world)
+    await world.service.cancel("ann", job["id"])
+    return job
+
+
+async def refs(world: Any, job: dict[str, Any]) -> list[str]:
+    return [row["ref"].rpartition("/")[2] for row in await world.service.checkpoints("ann", job["id"])]
+
+
+async def test_a_tag_is_shown_moves_and_is_taken_away(world: Any) -> None:
+    job = await ended(world)
+    save(job, "final", 1)
+    save(job, "final", 2)
+    view = await world.service.tag_checkpoint("ann", job["id"], "final@1", "good", ANN)
+    assert (view["ref"], view["tags"]) == (f"ann/{job['id']}/final@1", ["good"])
+    await world.service.tag_checkpoint("ann", job["id"], "final", "good", ANN)
+    assert [row["tags"] for row in await world.service.checkpoints("ann", job["id"])] == [["good"], []]
+    with pytest.raises(NotFoundError, match="no tag 'bad'") as error:
+        await world.service.untag_checkpoint("ann", job["id"], "bad", ANN)
+    assert error.value.hint == "it has good"
+    await world.service.untag_checkpoint("ann", job["id"], "good", ANN)
+    assert [row["tags"] for row in await world.service.checkpoints("ann", job["id"])] == [[], []]
+    for tag in ("final", "step-000001", "a/b"):
+        with pytest.raises(InvalidRequestError):
+            await world.service.tag_checkpoint("ann", job["id"], "final", tag, ANN)
+    with pytest.raises(NotFoundError, match="no checkpoint 'best'"):
+        await world.service.tag_checkpoint("ann", job["id"], "best", "good", ANN)
+    noted = [(e["actor"], e["action"]) for e in await world.service.users.audit(10) if e["action"].startswith("checkpoint")]
+    assert noted == [("ann", "checkpoint.untag"), ("ann", "checkpoint.tag"), ("ann", "checkpoint.tag")]
+
+
+async def test_a_job_starts_from_a_tag_and_means_what_had_it_at_submit(world: Any) -> None:
+    source = await ended(world)
+    save(source, "final", 1)
+    save(source, "final", 2)
+    await world.service.tag_checkpoint("ann", source["id"], "final@1", "good", ANN)
+    job = await submit(world, start_from=f"{source['id']}/good")
+    assert job["config"]["start_from"] == f"ann/{source['id']}/final@1"
+
+
+async def test_what_an_open_job_starts_from_is_not_deleted_until_that_job_has_ended(world: Any) -> None:
+    source = await ended(world)
+    folder = save(source, "final", 1)
+    job = await submit(world, start_from=f"{source['id']}/final")
+    assert Marks(folder.parent, None).holds() == {job["id"]: "final@1"}
+    with pytest.raises(ConflictError, match=f"final@1 is what job {job['id']} starts from"):
+        await world.service.delete_checkpoint("ann", source["id"], "final@1", ANN)
+    await world.service.cancel("ann", job["id"])
+    await world.service.delete_checkpoint("ann", source["id"], "final@1", ANN)
+    assert not folder.exists()
+    assert await refs(world, source) == []
+    assert "checkpoint.delete" in [event["action"] for event in await world.service.users.audit(10)]
+
+
+async def test_a_tag_protects_and_is_no_way_to_delete(world: Any) -> None:
+    job = await ended(world)
+    save(job, "final", 1)
+    await world.service.tag_checkpoint("ann", job["id"], "final", "good", ANN)
+    with pytest.raises(ConflictError, match="has the tag 'good'") as error:
+        await world.service.delete_checkpoint("ann", job["id"], "final@1", ANN)
+    assert error.value.hint == f"opentinker checkpoint untag {job['id']} good"
+    with pytest.raises(NotFoundError, match="no checkpoint 'good'"):
+        await world.service.delete_checkpoint("ann", job["id"], "good", ANN)
+    assert await refs(world, job) == ["final@1"]
+
+
+async def test_what_an_open_job_would_go_on_from_is_not_deleted(world: Any) -> None:
+    job = await submit(world)
+    save(job, "step-000001", 1)
+    save(job, "step-000002", 2)
+    await world.service.delete_checkpoint("ann", job["id"], "step-000001", ANN)
+    with pytest.raises(ConflictError, match="step-000002@2 is what its job would go on from"):
+        await world.service.delete_checkpoint("ann", job["id"], "step-000002", ANN)
+    await world.service.cancel("ann", job["id"])
+    await world.service.delete_checkpoint("ann", job["id"], "step-000002", ANN)
+    assert await refs(world, job) == []
+
+
+async def test_another_users_checkpoints_do_not_exist(world: Any) -> None:
+    job = await ended(world)
+    save(job, "final", 1)
+    bob = Caller("bob", frozenset({Scope.SUBMIT}))
+    for asked in (
+        world.service.tag_checkpoint("bob", job["id"], "final", "mine", bob),
+        world.service.untag_checkpoint("bob", job["id"], "mine", bob),
+        world.service.delete_checkpoint("bob", job["id"], "final@1", bob),
+    ):
+        with pytest.raises(NotFoundError, match="no job"):
+            await asked
+    assert await refs(world, job) == ["final@1"]
+
+
+async def test_a_submit_that_is_refused_holds_nothing_and_a_stray_hold_is_no_hindrance(world: Any) -> None:
+    source = await ended(world)
+    folder = save(source, "final", 1)
+    with pytest.raises(ConfigError):
+        await submit(world, start_from=f"{source['id']}/final@9")
+    assert Marks(folder.parent, None).holds() == {}
+    Marks(folder.parent, None).hold("job-0123456789", "final@1")  # the scheduler died before it accepted that one
+    await world.service.delete_checkpoint("ann", source["id"], "final@1", ANN)
+    assert not folder.exists()
