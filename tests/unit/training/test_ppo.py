@@ -82,12 +82,8 @@ def test_prices_fall_on_the_tokens_that_caused_them() -> None:
     found = member((1.0, 2), (0.0, 2))
     assert token_rewards(found, PPOConfig(overlong=OverlongConfig(limit_tokens=4, buffer_tokens=4))).tolist() == [0, 1, 0, -1]
     reference = [d.weights * np.linspace(-1, -2, len(d)).astype(np.float32) for d in found.data]
-    data = tuple(
-        replace(d, arrays={**d.arrays, "reference_logprobs": r}) for d, r in zip(found.data, reference, strict=True)
-    )
-    priced = token_rewards(
-        replace(found, data=data), PPOConfig(kl=KLConfig(coefficient=2.0, estimator="k1", place="reward"))
-    )
+    data = tuple(replace(d, arrays={**d.arrays, "reference_logprobs": r}) for d, r in zip(found.data, reference, strict=True))
+    priced = token_rewards(replace(found, data=data), PPOConfig(kl=KLConfig(coefficient=2.0, estimator="k1", place="reward")))
     expected = np.array([0, 1, 0, 0]) - 2.0 * (-0.5 - array(replace(found, data=data), "reference_logprobs"))
     np.testing.assert_allclose(priced, expected, rtol=1e-6)
 
@@ -138,9 +134,8 @@ def test_the_critics_numbers_are_of_the_values_before_the_update() -> None:
 
 
 async def test_ppo_learns_which_digit_it_is(policy, seven, make_config, recorder) -> None:
-    config = make_config(
-        algorithm={"kind": "ppo", "group_size": 8, "critic": {"warmup_steps": 2}}, training={"optimizer": {"learning_rate": 2.0}}
-    )
+    algorithm = {"kind": "ppo", "group_size": 8, "critic": {"warmup_steps": 2}}
+    config = make_config(algorithm=algorithm, training={"optimizer": {"learning_rate": 2.0}})
     loop = await RLLoop.connect(config, seven, policy, recorder)
     await loop.run(20)
     assert np.argmax(policy.logits) == 7
