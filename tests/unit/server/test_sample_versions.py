@@ -79,6 +79,9 @@ class CountingTrainer:
     def create_policy(self, *_: object) -> None:
         pass
 
+    def samples(self, policy: str) -> bool:
+        return True
+
     def is_lora(self, policy: str) -> bool:
         return False
 
