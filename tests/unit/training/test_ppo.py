@@ -134,8 +134,10 @@ def test_the_critics_numbers_are_of_the_values_before_the_update() -> None:
 
 
 async def test_ppo_learns_which_digit_it_is(policy, seven, make_config, recorder) -> None:
-    algorithm = {"kind": "ppo", "group_size": 8, "critic": {"warmup_steps": 2}}
-    config = make_config(algorithm=algorithm, training={"optimizer": {"learning_rate": 2.0}})
+    config = make_config(
+        algorithm={"kind": "ppo", "group_size": 8, "critic": {"warmup_steps": 2}},
+        training={"optimizer": {"learning_rate": 2.0}},
+    )
     loop = await RLLoop.connect(config, seven, policy, recorder)
     await loop.run(20)
     assert np.argmax(policy.logits) == 7
