@@ -224,7 +224,7 @@ async def test_a_minibatch_that_fails_after_others_were_applied_says_so(
     trainer, calls = server.parts.trainer, []
     step = trainer.optim_step
 
-    def second_fails(policy: str, params: AdamParams) -> dict[str, float]:
+    def second_fails(policy: str, params: AdamParams, **_: object) -> dict[str, float]:
         calls.append(params)
         if len(calls) == 2:
             raise TrainerError("the gradient is not finite")

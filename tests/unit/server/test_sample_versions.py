@@ -79,6 +79,9 @@ class CountingTrainer:
     def create_policy(self, *_: object) -> None:
         pass
 
+    def samples(self, policy: str) -> bool:
+        return True
+
     def is_lora(self, policy: str) -> bool:
         return False
 
@@ -88,7 +91,7 @@ class CountingTrainer:
     def full_weights(self, policy: str) -> NamedTensors:
         return [("weight", torch.zeros(2))]
 
-    def optim_step(self, policy: str, params: Any) -> dict[str, float]:
+    def optim_step(self, policy: str, params: Any, **_: object) -> dict[str, float]:
         self._engine.reach = params.learning_rate > 0
         return {"grad_norm": 0.0}
 

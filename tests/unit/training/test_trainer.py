@@ -113,3 +113,12 @@ def test_arguments_that_the_environment_does_not_take_are_refused_at_once(make_t
     with pytest.raises(ConfigError, match=r"environment.args: Seven does not take them: .*'sise'"):
         make_trainer(environment_args={"sise": 3})
     assert not (tmp_path / "run").exists()
+
+
+def test_ppo_needs_the_critic_that_it_was_configured_for(make_trainer, job) -> None:
+    ppo = ot.PPO(group_size=8, critic=ot.CriticConfig(rank=4, alpha=8.0))
+    with pytest.raises(ConfigError, match="needs a critic of rank 4 and alpha 8") as caught:
+        make_trainer(algorithm=ppo)
+    assert "create_job(..., critic=LoraConfig(rank=4, alpha=8))" in caught.value.hint
+    job.config = job.config.model_copy(update={"critic": ot.LoraConfig(rank=4, alpha=8.0)})
+    assert make_trainer(algorithm=ppo).fit(steps=2)["steps"] == 2
