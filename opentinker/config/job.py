@@ -448,6 +448,8 @@ class PreferenceJobConfig(JobConfig):
     loss: PreferenceLoss = DPOConfig()
     evaluation: PreferenceEvaluationConfig = PreferenceEvaluationConfig()
     training: PreferenceTrainingConfig = PreferenceTrainingConfig()
+    sinks: Sinks = ()
+    """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
     @property
     def policy_seed(self) -> int:
