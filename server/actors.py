@@ -14,7 +14,7 @@ from opentinker.client.messages import IntArray, PolicySpec, validate
 from opentinker.client.wire import pack
 from opentinker.config.base import parse_config
 from opentinker.config.job import LoraConfig, ServerConfig
-from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, from_problem
+from opentinker.errors import DeadlineError, NotFoundError, OpenTinkerError, ServerLostError, from_problem
 from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group
 from opentinker.server.front import Front, create_app
@@ -172,14 +172,26 @@ class FrontProcess:
         return await _result(operation, timeout_s, f"policy {policy} was not created")
 
     async def save(self, policy: str, name: str, timeout_s: float) -> dict[str, Any]:
-        """Write a checkpoint for the cluster, whatever the policy's client does meanwhile.
+        """Write a checkpoint for the cluster, whatever the policy's client does meanwhile, and one of each further policy; the
+        policy's own.
 
         Raises:
-            OpenTinkerError: the command's own error.
-            DeadlineError: it is not done after `timeout_s`.
+            OpenTinkerError: the error of one of the commands, when all have ended.
+            DeadlineError: they are not done after `timeout_s`.
         """
-        operation = self._front.dispatcher.aside(policy, "save", {"name": name})
-        return await _result(operation, timeout_s, f"checkpoint '{name}' was not written")
+        dispatcher, further = self._front.dispatcher, self._front.policies.further
+        operations = [dispatcher.aside(each, "save", {"name": name}) for each in (policy, *further)]
+        failure = f"checkpoint '{name}' was not written"
+        ends = await asyncio.gather(*(_result(o, timeout_s, failure) for o in operations), return_exceptions=True)
+        # One whose weights its own client has deleted has none to save.
+        failed = [
+            e for e in ends[:1] + [e for e in ends[1:] if not isinstance(e, NotFoundError)] if isinstance(e, BaseException)
+        ]
+        if failed:
+            raise failed[0]
+        saved = ends[0]
+        assert not isinstance(saved, BaseException)
+        return saved
 
     async def health(self) -> dict[str, Any]:
         """{"ok", "cause", "pid", "idle_s"}: whether requests are answered, and why not; for how long there were none."""

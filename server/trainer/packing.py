@@ -10,7 +10,7 @@ Axes: T = tokens of a pack, L = tokens of a group, N = weighted targets of a pac
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,8 @@ class Pack:
     steps_N: IntArray
     images: tuple[tuple[int, ImageChunk], ...] = ()
     """(row of its first token, image)."""
+    slots_T: IntArray | None = None
+    """The slot of each row's datum, where the data are of several policies: see `AdapterPass.using`."""
 
     def __len__(self) -> int:
         return len(self.tokens_T)
@@ -73,6 +75,7 @@ class _Branch:
     steps: IntArray
     images: tuple[tuple[int, ImageChunk], ...]
     """(position of its first token, image), of prompt and branch."""
+    slot: int
 
     @property
     def prompt_images(self) -> tuple[tuple[int, ImageChunk], ...]:
@@ -81,7 +84,7 @@ class _Branch:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for branches that share their prompt."""
-        return (self.prompt.tobytes(), *((start, image.sha256) for start, image in self.prompt_images))
+        return (self.slot, self.prompt.tobytes(), *((start, image.sha256) for start, image in self.prompt_images))
 
 
 @dataclass(frozen=True)
@@ -95,22 +98,30 @@ class _Piece:
         return len(self.branches[0].prompt) + sum(len(b.tokens) for b in self.branches)
 
 
-def pack_data(data: Sequence[Datum], pack_tokens: int) -> list[Pack]:
-    """Packs of at most `pack_tokens` tokens that hold every weighted target once.
+def pack_data(data: Sequence[Datum], pack_tokens: int, slots: Sequence[int] | None = None) -> list[Pack]:
+    """Packs of at most `pack_tokens` tokens that hold every weighted target once. `slots` says under which adapter each datum
+    is computed, if that is not one for all: only data of one slot share a prompt.
 
     A group that does not fit is split and its prompt repeated; a single datum longer than `pack_tokens` gets a pack of
     its own. Data without a weighted target are in no pack. The packs depend on what the data are, not on their order.
     """
     groups: dict[tuple[object, ...], list[_Branch]] = {}
-    for index in sorted(range(len(data)), key=lambda i: _content(data[i])):
+    for index in sorted(range(len(data)), key=lambda i: (_content(data[i]), 0 if slots is None else slots[i])):
         weighted = np.flatnonzero(data[index].weights).astype(np.int32)
         if weighted.size:
             tokens, first, last = data[index].tokens, int(weighted[0]), int(weighted[-1])
             images = tuple((start, image) for start, image in placed_images(data[index].chunks) if start <= last)
-            branch = _Branch(index, tokens[: first + 1], tokens[first + 1 : last + 1], weighted, images)
+            slot = 0 if slots is None else slots[index]
+            branch = _Branch(index, tokens[: first + 1], tokens[first + 1 : last + 1], weighted, images, slot)
             groups.setdefault(branch.key, []).append(branch)
     pieces = [piece for branches in groups.values() for piece in _split(branches, pack_tokens)]
-    return [_lay_out(bin_) for bin_ in _fill(pieces, pack_tokens)]
+    bins = _fill(pieces, pack_tokens)
+    packs = [_lay_out(bin_) for bin_ in bins]
+    return packs if slots is None else [replace(pack, slots_T=_slots(bin_)) for pack, bin_ in zip(packs, bins, strict=True)]
+
+
+def _slots(pieces: Sequence[_Piece]) -> IntArray:
+    return np.concatenate([np.full(piece.size, piece.branches[0].slot, np.int32) for piece in pieces])
 
 
 def _content(datum: Datum) -> tuple[bytes, ...]:
