@@ -179,19 +179,7 @@ class FrontProcess:
             OpenTinkerError: the error of one of the commands, when all have ended.
             DeadlineError: they are not done after `timeout_s`.
         """
-        dispatcher, further = self._front.dispatcher, self._front.policies.further
-        operations = [dispatcher.aside(each, "save", {"name": name}) for each in (policy, *further)]
-        failure = f"checkpoint '{name}' was not written"
-        ends = await asyncio.gather(*(_result(o, timeout_s, failure) for o in operations), return_exceptions=True)
-        # One whose weights its own client has deleted has none to save.
-        failed = [
-            e for e in ends[:1] + [e for e in ends[1:] if not isinstance(e, NotFoundError)] if isinstance(e, BaseException)
-        ]
-        if failed:
-            raise failed[0]
-        saved = ends[0]
-        assert not isinstance(saved, BaseException)
-        return saved
+        return await save_all(self._front, policy, name, timeout_s)
 
     async def health(self) -> dict[str, Any]:
         """{"ok", "cause", "pid", "idle_s"}: whether requests are answered, and why not; for how long there were none."""
@@ -205,6 +193,21 @@ class FrontProcess:
         """Fail what is pending and close the port."""
         await self._front.dispatcher.stop()
         await self._listener.stop()
+
+
+async def save_all(front: Front, policy: str, name: str, timeout_s: float) -> dict[str, Any]:
+    """See `FrontProcess.save`."""
+    policies = [policy, *front.policies.further]
+    operations = [front.dispatcher.aside(each, "save", {"name": name}) for each in policies]
+    failure = f"checkpoint '{name}' was not written"
+    ends = await asyncio.gather(*(_result(o, timeout_s, failure) for o in operations), return_exceptions=True)
+    for each, end in zip(policies, ends, strict=True):
+        # A further one whose weights its own client has deleted has none to save.
+        if isinstance(end, BaseException) and (each == policy or not isinstance(end, NotFoundError)):
+            raise end
+    saved = ends[0]
+    assert not isinstance(saved, BaseException)
+    return saved
 
 
 async def _result(operation: Operation, timeout_s: float, failure: str) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from opentinker.errors import ConflictError, NotFoundError, OpenTinkerError
+from opentinker.errors import CheckpointError, ConflictError, NotFoundError, OpenTinkerError
 from opentinker.policy_tokens import further_token, parent_of
+from opentinker.server.actors import save_all
 from opentinker.server.dispatch import Dispatcher
 from opentinker.server.front import create_app
 from opentinker.server.protocol import CommandWork, Completion, Work
@@ -227,6 +228,24 @@ async def test_commands_that_wait_for_a_predecessor_end_with_their_policy() -> N
     assert waiting.problem is not None
     assert waiting.problem["code"] == "not_found"
     assert dispatcher.idle_s == 0.0
+
+
+async def test_a_checkpoint_of_the_clusters_own_is_written_for_every_policy() -> None:
+    worker = Worker()
+    app = create_app(worker, TOKENS, {"base_model": "tiny"})
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t", headers=bearer("otp-a")) as client:
+            await create(client)
+        saved = await save_all(app.state.front, "alpha", "stopped", 30.0)
+        assert saved["policy"] == "alpha"
+        assert [(w.policy, w.command) for w in worker.work[1:] if isinstance(w, CommandWork)] == [
+            ("alpha", "save"),
+            ("beta", "save"),
+        ]
+        worker.error = CheckpointError("the disk is full")
+        with pytest.raises(CheckpointError, match="full"):
+            await save_all(app.state.front, "alpha", "stopped", 30.0)
 
 
 def test_a_token_tells_its_parent_and_nothing_else_does() -> None:
