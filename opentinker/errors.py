@@ -119,7 +119,7 @@ class ContextOverflowError(InvalidRequestError):
 
 
 class VersionNotServedError(ConflictError):
-    """A sample was asked of a policy version that is not the live one."""
+    """A sample was asked of a policy version that the engine does not serve."""
 
     code = "version_not_served"
 

@@ -198,7 +198,7 @@ def create_app(scheduler: Scheduler) -> FastAPI:
     async def cluster(request: Request) -> JSONResponse:
         return JSONResponse(await scheduler.cluster(_owner(request)))
 
-    for method in ("GET", "POST"):
+    for method in ("GET", "POST", "DELETE"):
 
         @app.api_route("/v1/jobs/{job_id}/server/{path:path}", methods=[method], name=f"server_{method.lower()}")
         async def server(request: Request, job_id: str, path: str) -> Response:

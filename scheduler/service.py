@@ -17,6 +17,7 @@ from opentinker.errors import (
     ServerLostError,
     UnavailableError,
 )
+from opentinker.policy_tokens import parent_of
 from opentinker.scheduler.auth import new_api_key, policy_token, without_details
 from opentinker.scheduler.checkpoint_care import CheckpointCare
 from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job
@@ -306,7 +307,7 @@ class SchedulerService:
 
     async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]:
         """{"endpoint", "token", "owner"} of a job's server, for the proxy. The caller shows that the job is theirs by being its
-        owner or by its policy's token.
+        owner or by the token of its policy, or of one that was created beside it, which the server then judges.
 
         Raises:
             AuthenticationError, RateLimitedError: a token, and not this job's; it counts as a wrong key of its address.
@@ -322,8 +323,11 @@ class SchedulerService:
             known = self._store.policies(job_id) if owner is None else []
         except OpenTinkerError as error:
             raise error if owner is not None else without_details(error) from error
+        presented = token
         if owner is None:
-            self.users.check_token(token or "", [policy_token(self._secret, policy.id) for policy in known], address)
+            right = [policy_token(self._secret, policy.id) for policy in known]
+            token = parent_of(token or "", right) or token
+            self.users.check_token(token or "", right, address)
         elif job is None or job.owner != owner:
             raise NotFoundError(f"no job {job_id!r}", hint="`opentinker ps` lists your jobs")
         assert job is not None
@@ -341,7 +345,8 @@ class SchedulerService:
             raise UnavailableError(
                 f"job {job_id} is {job.state}: it has no server yet", hint=f"it waits for {why}" if why else ""
             )
-        return {"endpoint": server.endpoint, "token": policy_token(self._secret, policy.id), "owner": job.owner}
+        passed = presented if owner is None else policy_token(self._secret, policy.id)
+        return {"endpoint": server.endpoint, "token": passed or "", "owner": job.owner}
 
     async def shutdown(self) -> bool:
         """Cancel all jobs and wait for their processes to be gone; whether they are."""

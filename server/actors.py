@@ -14,7 +14,7 @@ from opentinker.client.messages import IntArray, PolicySpec, validate
 from opentinker.client.wire import pack
 from opentinker.config.base import parse_config
 from opentinker.config.job import LoraConfig, ServerConfig
-from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, from_problem
+from opentinker.errors import DeadlineError, NotFoundError, OpenTinkerError, ServerLostError, from_problem
 from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group
 from opentinker.server.front import Front, create_app
@@ -172,14 +172,14 @@ class FrontProcess:
         return await _result(operation, timeout_s, f"policy {policy} was not created")
 
     async def save(self, policy: str, name: str, timeout_s: float) -> dict[str, Any]:
-        """Write a checkpoint for the cluster, whatever the policy's client does meanwhile.
+        """Write a checkpoint for the cluster, whatever the policy's client does meanwhile, and one of each further policy; the
+        policy's own.
 
         Raises:
-            OpenTinkerError: the command's own error.
-            DeadlineError: it is not done after `timeout_s`.
+            OpenTinkerError: the error of one of the commands, when all have ended.
+            DeadlineError: they are not done after `timeout_s`.
         """
-        operation = self._front.dispatcher.aside(policy, "save", {"name": name})
-        return await _result(operation, timeout_s, f"checkpoint '{name}' was not written")
+        return await save_all(self._front, policy, name, timeout_s)
 
     async def health(self) -> dict[str, Any]:
         """{"ok", "cause", "pid", "idle_s"}: whether requests are answered, and why not; for how long there were none."""
@@ -193,6 +193,21 @@ class FrontProcess:
         """Fail what is pending and close the port."""
         await self._front.dispatcher.stop()
         await self._listener.stop()
+
+
+async def save_all(front: Front, policy: str, name: str, timeout_s: float) -> dict[str, Any]:
+    """See `FrontProcess.save`."""
+    policies = [policy, *front.policies.further]
+    operations = [front.dispatcher.aside(each, "save", {"name": name}) for each in policies]
+    failure = f"checkpoint '{name}' was not written"
+    ends = await asyncio.gather(*(_result(o, timeout_s, failure) for o in operations), return_exceptions=True)
+    for each, end in zip(policies, ends, strict=True):
+        # A further one whose weights its own client has deleted has none to save.
+        if isinstance(end, BaseException) and (each == policy or not isinstance(end, NotFoundError)):
+            raise end
+    saved = ends[0]
+    assert not isinstance(saved, BaseException)
+    return saved
 
 
 async def _result(operation: Operation, timeout_s: float, failure: str) -> dict[str, Any]:

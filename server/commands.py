@@ -1,5 +1,6 @@
 """The order of one policy's commands: each sequence number runs once, in order, whatever is retried or reordered."""
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -72,6 +73,10 @@ class CommandQueue(Generic[T]):
         """Commands whose predecessor did not come in time. They are forgotten, so they may be sent again."""
         late = sorted(seq for seq, waiting in self._waiting.items() if waiting.expires_at <= now)
         return [self._waiting.pop(seq).command for seq in late]
+
+    def close(self) -> list[T]:
+        """Commands that still wait for a predecessor; they are forgotten."""
+        return self.expire(math.inf)
 
     def _release(self) -> list[T]:
         ready = []

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from opentinker.client.messages import IntArray, SampleRequest
-from opentinker.errors import SequenceGapError, ServerLostError
+from opentinker.errors import NotFoundError, SequenceGapError, ServerLostError
 from opentinker.server.commands import GAP_TIMEOUT_S, CommandQueue, Duplicate
 from opentinker.server.operations import Operation, OperationTable
 from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work, WorkerClient
@@ -26,11 +26,17 @@ class Dispatcher:
     def __init__(self, worker: WorkerClient, clock: Callable[[], float], *, gap_timeout_s: float = GAP_TIMEOUT_S) -> None:
         self._worker = worker
         self._clock = clock
+        self._gap_timeout_s = gap_timeout_s
         self._operations = OperationTable()
         self._queues: defaultdict[str, CommandQueue[CommandWork]] = defaultdict(
             lambda: CommandQueue(gap_timeout_s=gap_timeout_s)
         )
         self._versions: dict[str, int] = {}
+        self._keys: dict[str, str] = {}
+        """What the operations of a further policy are called after."""
+        self._creating: dict[str, str] = {}
+        """The policy that each operation of another one creates."""
+        self._then: dict[str, Callable[[Operation], None]] = {}
         self._outbox: list[Work] = []
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -56,7 +62,7 @@ class Dispatcher:
             ServerLostError: the worker is gone.
         """
         self.check()
-        operation, is_new = self._operations.open(f"{policy}:s:{request.request_id}", policy, digest)
+        operation, is_new = self._operations.open(f"{self._key(policy)}:s:{request.request_id}", policy, digest)
         if is_new:
             self._send([SampleWork(operation.id, policy, request)])
         return operation
@@ -70,7 +76,7 @@ class Dispatcher:
             ServerLostError: the worker is gone.
         """
         self.check()
-        operation_id = f"{policy}:c:{seq}"
+        operation_id = f"{self._key(policy)}:c:{seq}"
         work = CommandWork(operation_id, policy, command, args)
         outcome = self._queues[policy].offer(seq, digest, work, self._clock())
         if isinstance(outcome, Duplicate):
@@ -87,9 +93,67 @@ class Dispatcher:
             ServerLostError: the worker is gone.
         """
         self.check()
-        operation, _ = self._operations.open(f"{policy}:x:{secrets.token_hex(8)}", policy, b"")
+        operation, _ = self._operations.open(f"{self._key(policy)}:x:{secrets.token_hex(8)}", policy, b"")
         self._send((CommandWork(operation.id, policy, command, args),))
         return operation
+
+    def create(
+        self, caller: str, policy: str, key: str, digest: bytes, args: dict[str, Any], then: Callable[[Operation], None]
+    ) -> Operation:
+        """The operation, of `caller`, that creates a further policy; a retry gets the first attempt's. `key` is a name that no
+        policy before it had; `then` hears of the end, if it is not the server's.
+
+        Raises:
+            ServerLostError: the worker is gone.
+        """
+        self.check()
+        operation, is_new = self._operations.open(f"{self._key(caller)}:p:{key}", caller, digest)
+        if is_new:
+            self._keys[policy] = key
+            self._queues[policy] = CommandQueue(1, gap_timeout_s=self._gap_timeout_s)  # 0 is what the scheduler creates by
+            self._creating[operation.id] = policy
+            self._then[operation.id] = then
+            self._send((CommandWork(operation.id, policy, "create", args),))
+        return operation
+
+    def delete(self, caller: str, policy: str, key: str, then: Callable[[Operation], None]) -> Operation:
+        """The operation, of `caller`, that deletes a further policy, after what the worker was given so far; one that is under
+        way is found again, and one that failed is tried anew.
+
+        Raises:
+            ServerLostError: the worker is gone.
+        """
+        self.check()
+        operation_id = f"{self._key(caller)}:d:{key}"
+        operation, is_new = self._operations.open(operation_id, caller, b"")
+        if not is_new and operation.status == "failed":
+            self._operations.forget(operation_id)
+            operation, is_new = self._operations.open(operation_id, caller, b"")
+        if is_new:
+            self._then[operation.id] = then
+            self._send((CommandWork(operation.id, policy, "delete"),))
+        return operation
+
+    def deleted(self, caller: str, key: str) -> Operation:
+        """The operation by which `caller` deleted a policy that is gone.
+
+        Raises:
+            NotFoundError: it did not, or the answer is no longer kept.
+        """
+        return self._operations.get(f"{self._key(caller)}:d:{key}", caller)
+
+    def forget(self, policy: str) -> None:
+        """Let go of a further policy that is gone."""
+        queue = self._queues.pop(policy, None)
+        gone = NotFoundError(f"policy '{policy}' was deleted; this command was not run").to_problem()
+        for work in queue.close() if queue is not None else ():
+            self._operations.finish(work.operation, problem=gone)
+        self._versions.pop(policy, None)
+        self._keys.pop(policy, None)
+        self._operations.release(policy)
+
+    def _key(self, policy: str) -> str:
+        return self._keys.get(policy, policy)
 
     async def upload(self, images: Sequence[bytes]) -> dict[str, IntArray]:
         """Give the worker images; see `WorkerClient.upload`."""
@@ -159,10 +223,15 @@ class Dispatcher:
     def _finish(self, completion: Completion) -> None:
         self._busy_at = self._clock()
         operation = self._operations.finish(completion.operation, completion.result, completion.problem)
-        if operation is not None and isinstance(completion.result, dict):
+        if operation is None:
+            return
+        policy = self._creating.pop(operation.id, operation.policy)
+        if isinstance(completion.result, dict):
             version = completion.result.get("version")
             if isinstance(version, int):
-                self._versions[operation.policy] = version
+                self._versions[policy] = version
+        if (then := self._then.pop(operation.id, None)) is not None:
+            then(operation)
 
     async def _guard(self, loop: Callable[[], Awaitable[None]]) -> None:
         try:

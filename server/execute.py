@@ -24,12 +24,13 @@ from opentinker.client.messages import (
     validate,
 )
 from opentinker.config.base import nearest
-from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, OpenTinkerError, UnavailableError
+from opentinker.errors import CheckpointError, InvalidRequestError, OpenTinkerError, UnavailableError
+from opentinker.server.engine.base import AdapterId
 from opentinker.server.images import resolved
 from opentinker.server.keeping import DRIVER, check_keep_last, driver_json, prune, read_driver, tags
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import Hosted, State
-from opentinker.server.sync import first_measure, publish, push, serve
+from opentinker.server.sync import first_measure, publish, push, restore, serve
 from opentinker.server.trainer.base import Trainer
 from opentinker.server.trainer.checkpoint import recover_all, write_checkpoint
 from opentinker.server.weights import checkpoint_weights
@@ -51,35 +52,43 @@ def execute(state: State, work: CommandWork) -> dict[str, Any]:
 
 def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     spec = validate(PolicySpec, args)
-    if state.policies or state.parts.engine.version:
-        raise ConflictError(f"this server already has a policy; '{policy}' needs a server of its own")
+    state.check_room(policy, lora=spec.lora is not None)
     if state.parts.training is None:
         # The scheduler chose the folder: the front lets no client name one.
         folder = None if spec.checkpoint is None else _here(state, Path(spec.checkpoint))
         weights = None if folder is None else checkpoint_weights(state.parts.model_dir, folder)
         state.policies[policy] = serve(state.parts, weights)
+        state.stale = weights is not None
         return {"policy": policy, "version": 0}
     trainer = state.parts.trainer
     trainer.create_policy(policy, spec)
     try:
         scores = not trainer.samples(policy)
-        state.policies[policy] = Hosted(0.0, [], {}, samples=False) if scores else first_measure(state.parts, policy)
+        if state.stale and not scores:
+            restore(state.parts, policy)
+            state.stale = False
+        state.policies[policy] = Hosted(0.0, [], {}, samples=False, kept=()) if scores else first_measure(state, policy)
         if spec.checkpoint is not None:
             trainer.load(policy, _here(state, Path(spec.checkpoint)), weights_only=True)
             if not scores:
                 push(state, policy, 0)
     except Exception:
         state.policies.pop(policy, None)
+        state.parts.engine.drop_adapter(AdapterId(policy, 0))
+        state.stale = state.stale or not state.serves_adapter(policy)
         trainer.delete_policy(policy)
         raise
+    state.first = state.first or policy
     return {"policy": policy, "version": 0}
 
 
 def _delete(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args)
-    state.hosted(policy)
-    state.drain()
+    kept = state.hosted(policy).kept
+    state.drain(policy, kept)
+    state.drop(policy, kept)
     if state.parts.training is not None:
+        state.stale = state.stale or not state.serves_adapter(policy)
         state.parts.training.delete_policy(policy)
     del state.policies[policy]
     return {}
@@ -170,7 +179,7 @@ def _publish(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
 
 def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args, "name", "driver", "keep_last")
-    version, root = state.hosted(policy).version, state.parts.checkpoint_root
+    version, root = state.hosted(policy).version, state.checkpoint_root(policy)
     name, chosen = parse_name(args.get("name"))
     driver, keep_last = driver_json(args.get("driver")), check_keep_last(args.get("keep_last"))
     if chosen is not None:
@@ -200,7 +209,7 @@ def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     _known(args, "name")
     hosted = state.hosted(policy)
     name, version = parse_name(args.get("name"))
-    root = state.parts.checkpoint_root
+    root = state.checkpoint_root(policy)
     recover_all(root)
     saved = _saved(state, root)
     found = resolve(saved, tags(root, state.parts.storage), name, version)

@@ -6,7 +6,6 @@ Only asyncio: nothing here computes for long, so health checks and uploads are a
 import asyncio
 import base64
 import hashlib
-import hmac
 import logging
 import math
 import time
@@ -21,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from opentinker.client import wire
-from opentinker.client.messages import SampleRequest
+from opentinker.client.messages import PolicySpec, SampleRequest, validate
 from opentinker.config.base import nearest
 from opentinker.errors import (
     AuthenticationError,
@@ -33,6 +32,7 @@ from opentinker.errors import (
 from opentinker.server.commands import GAP_TIMEOUT_S
 from opentinker.server.dispatch import Dispatcher
 from opentinker.server.operations import Operation
+from opentinker.server.policies import PolicyTable
 from opentinker.server.protocol import COMMANDS, WorkerClient
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Front:
         self, worker: WorkerClient, tokens: Mapping[str, str], clock: Callable[[], float], gap_timeout_s: float
     ) -> None:
         self.dispatcher = Dispatcher(worker, clock, gap_timeout_s=gap_timeout_s)
-        self._tokens = {policy: hashlib.sha256(token.encode()).digest() for policy, token in tokens.items()}
+        self.policies = PolicyTable(tokens)
         self._info: dict[str, Any] | None = None
         self._tokenizer: dict[str, bytes] = {}
 
@@ -80,6 +80,48 @@ class Front:
     async def policy(self, request: Request) -> Response:
         return _answer(request, self.dispatcher.policy(self._policy(request)))
 
+    async def create_policy(self, request: Request) -> Response:
+        caller, wait_s = self._caller(request), _wait_s(request)
+        digest, body = await _read(request)
+        name, args = _creation(body)
+        self.dispatcher.check()
+        admitted = self.policies.admit(caller, name, digest)
+
+        def ended(operation: Operation) -> None:
+            if operation.problem is not None:
+                self._forget(admitted.policy)
+
+        key = self.policies.key(admitted.policy)
+        operation = self.dispatcher.create(caller, admitted.policy, key, digest, args, ended)
+        await operation.wait(wait_s)
+        answer: dict[str, Any] = {"policy": admitted.policy, "operation": operation.to_wire()}
+        if operation.status != "failed":
+            answer["token"] = admitted.token
+        return _answer(request, answer, 202 if operation.status == "pending" else 200)
+
+    async def delete_policy(self, request: Request) -> Response:
+        caller, wait_s = self._caller(request), _wait_s(request)
+        policy: str = request.path_params["policy"]
+        try:
+            self.policies.check_delete(caller, policy)
+        except NotFoundError as unknown:
+            try:  # a retry of what has been done finds its answer
+                operation = self.dispatcher.deleted(caller, self.policies.key(policy, gone=True))
+            except NotFoundError:
+                raise unknown from None
+            return await _answer_operation(request, operation, wait_s)
+
+        def ended(operation: Operation) -> None:
+            if operation.problem is None or operation.problem["code"] == NotFoundError.code:
+                self._forget(policy)
+
+        operation = self.dispatcher.delete(caller, policy, self.policies.key(policy), ended)
+        return await _answer_operation(request, operation, wait_s)
+
+    def _forget(self, policy: str) -> None:
+        self.policies.remove(policy)
+        self.dispatcher.forget(policy)
+
     async def sample(self, request: Request) -> Response:
         policy = self._policy(request)
         wait_s = _wait_s(request)
@@ -107,15 +149,12 @@ class Front:
         return await _answer_operation(request, operation, _wait_s(request))
 
     def _caller(self, request: Request) -> str:
-        """The policy whose token the request carries. All tokens are compared, so time tells nothing."""
+        """The policy whose token the request carries."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(token.strip().encode()).digest()
-        callers = [policy for policy, digest in self._tokens.items() if hmac.compare_digest(given, digest)]
-        if scheme.lower() != "bearer" or not callers:
-            raise AuthenticationError("no valid token", hint="send 'Authorization: Bearer <policy token>'")
+        caller = self.policies.caller(token.strip() if scheme.lower() == "bearer" else "")
         if self._info is None:
             raise self.dispatcher.lost or UnavailableError("the server is starting", hint="try again in a few seconds")
-        return callers[0]
+        return caller
 
     def _policy(self, request: Request) -> str:
         policy: str = request.path_params["policy"]
@@ -152,7 +191,9 @@ def create_app(
             Route("/health", front.health),
             Route("/v1/info", front.info),
             Route("/v1/tokenizer", front.tokenizer),
+            Route("/v1/policies", front.create_policy, methods=["POST"]),
             Route("/v1/policies/{policy}", front.policy),
+            Route("/v1/policies/{policy}", front.delete_policy, methods=["DELETE"]),
             Route("/v1/policies/{policy}/sample", front.sample, methods=["POST"]),
             Route("/v1/policies/{policy}/images", front.images, methods=["POST"]),
             Route("/v1/policies/{policy}/commands", front.command, methods=["POST"]),
@@ -225,12 +266,29 @@ def _envelope(body: Any) -> tuple[int, str, dict[str, Any]]:
         raise InvalidRequestError(f"unknown command '{command}'", hint=nearest(str(command), COMMANDS))
     if not isinstance(args, dict):
         raise InvalidRequestError("args must be an object")
-    if command == "create" and args.get("checkpoint") is not None:
+    if command == "create":
+        _check_spec(args)
+    return seq, command, args
+
+
+def _check_spec(args: Mapping[str, Any]) -> None:
+    if args.get("checkpoint") is not None:
         # It is a folder on the server's node; whose that may be, only the scheduler knows.
         raise InvalidRequestError(
             "a start checkpoint cannot be named here", hint="give start_from in the job's config, where it is submitted"
         )
-    return seq, command, args
+
+
+def _creation(body: Any) -> tuple[str | None, dict[str, Any]]:
+    """(name or None, the fields of its `PolicySpec`) of a policy that is to be created."""
+    if not isinstance(body, dict) or set(body) - {"policy", "spec"}:
+        raise InvalidRequestError("a policy to create is an object with spec and, if it is to have a name, policy")
+    policy, spec = body.get("policy"), body.get("spec", {})
+    if policy is not None and not isinstance(policy, str):
+        raise InvalidRequestError("policy must be a name")
+    args = validate(PolicySpec, spec).model_dump()
+    _check_spec(args)
+    return policy, args
 
 
 def _images(body: Any) -> list[bytes]:

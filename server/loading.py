@@ -46,6 +46,8 @@ def load_parts(model_dir: Path, config: ServerConfig, lora: LoraConfig | None, c
         canaries=canaries,
         drift_limit=config.trainer.drift_limit,
         adapter_serving=resolve_lora_serving(config.engine, kind, device()) == "adapter",
+        max_adapters=config.engine.max_adapters,
+        kept_versions=config.engine.kept_versions,
     )
 
 

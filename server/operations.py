@@ -126,6 +126,10 @@ class OperationTable:
             del self._finished[operation_id]
             self._bytes -= operation.size_bytes
 
+    def release(self, policy: str) -> None:
+        """Keep the last operation of a policy that is gone no longer than any other."""
+        self._last.pop(policy, None)
+
     def fail_pending(self, error: OpenTinkerError) -> None:
         """Fail everything that is still pending."""
         for operation_id in [o.id for o in self._operations.values() if o.status == "pending"]:

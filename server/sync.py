@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from opentinker.client.messages import Chunk, Datum, FloatArray, ImageChunk, TokenChunk, chunk_tokens
 from opentinker.errors import EngineError, InvalidRequestError, OpenTinkerError, VersionNotServedError, WeightSyncError
 from opentinker.server.digest import tensor_digest
-from opentinker.server.engine.base import NamedTensors, WeightAck
+from opentinker.server.engine.base import AdapterId, NamedTensors, WeightAck
 from opentinker.server.images import ImageStore, sample_picture
 from opentinker.server.state import Hosted, Parts, State
 
@@ -45,22 +45,36 @@ def canary_prompts(
     return tuple(prompts)
 
 
-def first_measure(parts: Parts, policy: str) -> Hosted:
-    """Version 0, before any training: the baseline of all later comparisons.
+def first_measure(state: State, policy: str) -> Hosted:
+    """Version 0, before any training: the baseline of all later comparisons. Where adapters are served, the engine gets it.
 
     Raises:
         WeightSyncError: engine and trainer already disagree.
     """
-    logprobs, drift = _compare(parts, policy)
+    parts, served = state.parts, state.adapter(policy, 0)
+    digests: dict[str, str] = {}
+    if served is not None:
+        _check_ack(_send(parts, policy, 0, served, digests), digests)
+    logprobs, drift = _compare(parts, policy, served)
     if not drift <= MAX_BASELINE:
         raise WeightSyncError(
             f"engine and trainer disagree on the base model: mean |logprob difference| {drift:.3f}",
             hint="the engine does not compute this architecture as transformers does; try engine.kind=transformers",
         )
-    digests: dict[str, str] = {}
-    for _ in _digesting(_weights(parts, policy), digests):
-        pass
+    if served is None:
+        for _ in _digesting(parts.trainer.full_weights(policy), digests):
+            pass
     return Hosted(baseline=drift, canary_logprobs=logprobs, digests=digests)
+
+
+def restore(parts: Parts, policy: str) -> None:
+    """Give the engine back the base model, which the weights of a new policy are: nothing is trained yet.
+
+    Raises:
+        WeightSyncError: a tensor did not arrive as it was sent, or the engine misses one.
+    """
+    digests: dict[str, str] = {}
+    _check_ack(_send(parts, policy, 0, None, digests), digests)
 
 
 def serve(parts: Parts, weights: NamedTensors | None) -> Hosted:
@@ -78,8 +92,9 @@ def serve(parts: Parts, weights: NamedTensors | None) -> Hosted:
 def publish(state: State, policy: str, mode: str, *, after: int = 0) -> dict[str, Any]:
     """Make the engine sample from the trainer's weights, under the next version, which is above `after`.
 
-    `mode` says what happens to running requests: 'drain' finishes them under the old version, 'abort' starts them anew
-    under the new one, and fails those that were asked of the old one.
+    `mode` says what happens to the policy's running requests: 'drain' finishes them under the old version, 'abort' starts them
+    anew under the new one, and fails those that were asked of the old one. Where the engine keeps several versions, 'drain'
+    waits for those of the version only that makes room, and 'abort' lets those go on that were asked of one that stays.
 
     Raises:
         WeightSyncError: a tensor did not arrive as it was sent, or engine and trainer disagree. The version stays, and
@@ -89,40 +104,47 @@ def publish(state: State, policy: str, mode: str, *, after: int = 0) -> dict[str
     """
     state.check_samples(policy)
     hosted = state.hosted(policy)
-    engine = state.parts.engine
-    if mode == "drain":
-        state.drain()
-        interrupted = []
-    elif mode == "abort":
-        interrupted = engine.abort_all()
-    else:
+    if mode not in ("drain", "abort"):
         hint = "'continue' would mix versions in one sample" if mode == "continue" else ""
         raise InvalidRequestError(f"publish mode '{mode}' is not offered: use 'drain' or 'abort'", hint=hint)
+    leaving = state.leaving(policy)
+    interrupted = _interrupt(state, policy, leaving) if mode == "abort" else []
+    if mode == "drain":
+        state.drain(policy, leaving)
+    state.drop(policy, leaving)
     # A push that fails leaves a fault, for which the worker fails the interrupted requests.
     result = push(state, policy, max(hosted.attempted, after) + 1)
     try:
-        for request in interrupted:
+        for operation in interrupted:
             try:
-                state.check_version(policy, request.version)
+                state.start(state.running[operation].work)
             except VersionNotServedError as error:
-                state.fail(request.request_id, error)
-            else:
-                engine.add(request)
+                state.fail(operation, error)
     except Exception as error:
-        state.fault = EngineError(f"the engine does not take up again what a publish interrupted: {error}")
-        raise state.fault from error
+        hosted.fault = EngineError(f"the engine does not take up again what a publish interrupted: {error}")
+        raise hosted.fault from error
     return result
 
 
+def _interrupt(state: State, policy: str, leaving: Sequence[int]) -> list[str]:
+    """Stop the policy's requests, but for those that were asked of a version that stays; what was stopped."""
+    affected = {
+        operation
+        for operation, running in state.running.items()
+        if running.work.policy == policy and (running.work.request.version is None or running.version in leaving)
+    }
+    return [request.request_id for request in state.parts.engine.abort(affected)]
+
+
 def push(state: State, policy: str, version: int) -> dict[str, Any]:
-    """Send the weights as `version`, verify, and account for it. No request is running."""
+    """Send the weights as `version`, verify, and account for it. No request is running that the weights would change."""
     started = time.monotonic()
-    parts, hosted = state.parts, state.hosted(policy)
+    parts, hosted, served = state.parts, state.hosted(policy), state.adapter(policy, version)
     hosted.attempted = version
     sent: dict[str, str] = {}
     try:
-        _check_ack(_send(parts, policy, version, sent), sent)
-        logprobs, drift = _compare(parts, policy)
+        _check_ack(_send(parts, policy, version, served, sent), sent)
+        logprobs, drift = _compare(parts, policy, served)
         limit = max(MIN_DRIFT_LIMIT, parts.drift_limit * hosted.baseline)
         if not drift <= limit:
             raise WeightSyncError(
@@ -132,14 +154,13 @@ def push(state: State, policy: str, version: int) -> dict[str, Any]:
         changed = not all(np.array_equal(old, new) for old, new in zip(hosted.canary_logprobs, logprobs, strict=True))
         if not changed and _share_changed(hosted.digests, sent) > 0.5:
             raise WeightSyncError("most weights changed, but the engine answers exactly as before: it still uses the old ones")
-    except OpenTinkerError as error:
-        state.fault = error
-        raise
     except Exception as error:
-        state.fault = EngineError(f"a publish failed midway: {error!r}")
+        hosted.fault = error if isinstance(error, OpenTinkerError) else EngineError(f"a publish failed midway: {error!r}")
+        state.drop(policy, [version])
         raise
-    state.fault = None
+    hosted.fault = None
     hosted.version, hosted.canary_logprobs, hosted.digests = version, logprobs, sent
+    hosted.kept = (*(kept for kept in hosted.kept if kept != version), version) if served is not None else (version,)
     return {
         "version": version,
         "parameters": len(sent),
@@ -150,23 +171,12 @@ def push(state: State, policy: str, version: int) -> dict[str, Any]:
     }
 
 
-def _serves_adapter(parts: Parts, policy: str) -> bool:
-    return parts.adapter_serving and parts.trainer.is_lora(policy)
-
-
-def _weights(parts: Parts, policy: str) -> NamedTensors:
-    """What a publish of the policy sends."""
-    if _serves_adapter(parts, policy):
-        return parts.trainer.adapter(policy).tensors.items()
-    return parts.trainer.full_weights(policy)
-
-
-def _send(parts: Parts, policy: str, version: int, sent: dict[str, str]) -> WeightAck:
-    """Send the weights; fills `sent` with name -> digest as they leave the trainer."""
-    if _serves_adapter(parts, policy):
+def _send(parts: Parts, policy: str, version: int, served: AdapterId | None, sent: dict[str, str]) -> WeightAck:
+    """Send the weights, as an adapter or as the base weights; fills `sent` with name -> digest as they leave the trainer."""
+    if served is not None:
         adapter = parts.trainer.adapter(policy)
         sent.update({name: tensor_digest(tensor) for name, tensor in adapter.tensors.items()})
-        return parts.engine.update_adapter(adapter, version)
+        return parts.engine.update_adapter(adapter, served)
     return parts.engine.update_weights(_digesting(parts.trainer.full_weights(policy), sent), version)
 
 
@@ -188,10 +198,10 @@ def _share_changed(old: dict[str, str], new: dict[str, str]) -> float:
     return sum(old.get(name) != digest for name, digest in new.items()) / max(1, len(new))
 
 
-def _compare(parts: Parts, policy: str) -> tuple[list[FloatArray], float]:
+def _compare(parts: Parts, policy: str, served: AdapterId | None) -> tuple[list[FloatArray], float]:
     """(the engine's logprobs of the canaries, mean |difference| to the trainer's per token, in nats)."""
     scored = [_scored(prompt) for prompt in parts.canaries]
-    answers = parts.engine.prompt_logprobs(parts.canaries)
+    answers = parts.engine.prompt_logprobs(parts.canaries, served)
     # What a model says of the tokens inside an image means nothing, and it says it differently in another engine.
     engine = [np.where(chosen, logprobs, np.float32(0)) for logprobs, chosen in zip(answers, scored, strict=True)]
     trainer = parts.trainer.forward(policy, _data(parts.canaries), temperature=1.0)["logprobs"]

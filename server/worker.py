@@ -14,10 +14,10 @@ import torch
 from opentinker.client.messages import ImageChunk, IntArray, SampleResult
 from opentinker.errors import DeadlineError, EngineError, ImageMissingError, OpenTinkerError, ServerLostError, TrainerError
 from opentinker.server.execute import execute
-from opentinker.server.images import ImageStore, resolved, takes_none
+from opentinker.server.images import ImageStore, takes_none
 from opentinker.server.memory import release_free_memory
 from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
-from opentinker.server.state import Parts, State
+from opentinker.server.state import Parts, Running, State
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Worker:
         self._changed = threading.Condition()
         self._inbox: deque[Work] = deque()
         self._outbox: list[Completion] = []
-        self._running: dict[str, SampleWork] = {}
+        self._running: dict[str, Running] = {}
         self._ready = threading.Event()
         self._stopping = False
         self._ended = False
@@ -141,7 +141,7 @@ class Worker:
             self._ready.set()
             return
         self._images = parts.images
-        self._state = State(parts, pump=self._step, fail=self._fail_running)
+        self._state = State(parts, pump=self._step, fail=self._fail_running, running=self._running)
         self._ready.set()
         try:
             while not self._stopping:
@@ -171,17 +171,9 @@ class Worker:
 
     def _add(self, work: SampleWork) -> None:
         try:
-            self._state.check_samples(work.policy)
-            if self._state.fault is not None:
-                raise self._state.fault
-            self._state.check_version(work.policy, work.request.version)
-            # Request ids are unique within a policy; operation ids within the server.
-            prompt = resolved(self._images, work.request.prompt)
-            self._state.parts.engine.add(dataclasses.replace(work.request, request_id=work.operation, prompt=prompt))
+            self._state.start(work)
         except Exception as error:
             self._fail([work.operation], _explained(error, EngineError, "the engine refused a request"))
-        else:
-            self._running[work.operation] = work
 
     def _execute(self, work: CommandWork) -> None:
         try:
@@ -192,8 +184,9 @@ class Worker:
         else:
             self._complete([Completion(work.operation, result)])
         release_free_memory()
-        if self._state.fault is not None:
-            self._drop_running(self._state.fault)
+        hosted = self._state.policies.get(work.policy)
+        if hosted is not None and hosted.fault is not None:
+            self._drop_running(hosted.fault, work.policy)
 
     def _step(self) -> int:
         """One step of the engine; how many requests ended with it."""
@@ -203,21 +196,28 @@ class Worker:
             ended = len(self._running)
             self._drop_running(_explained(error, EngineError, "the engine failed"))
             return ended
-        self._complete([Completion(r.request_id, self._answer(r)) for r in results])
+        # One that has failed meanwhile has its answer.
+        self._complete([Completion(r.request_id, self._answer(r)) for r in results if r.request_id in self._running])
         return len(results)
 
     def _answer(self, result: SampleResult) -> dict[str, Any]:
-        work = self._running.pop(result.request_id)
+        work = self._running.pop(result.request_id).work
         return dataclasses.replace(result, request_id=work.request.request_id).to_wire()
 
     def _fail_running(self, operation: str, error: OpenTinkerError) -> None:
         del self._running[operation]
         self._fail([operation], error)
 
-    def _drop_running(self, error: OpenTinkerError) -> None:
-        self._fail(list(self._running), error)
-        self._running.clear()
-        self._state.parts.engine.abort_all()
+    def _drop_running(self, error: OpenTinkerError, policy: str | None = None) -> None:
+        """Fail the running requests of a policy, or all of them."""
+        dropped = [name for name, running in self._running.items() if policy in (None, running.work.policy)]
+        self._fail(dropped, error)
+        for name in dropped:
+            del self._running[name]
+        if policy is None:
+            self._state.parts.engine.abort_all()
+        else:
+            self._state.parts.engine.abort(dropped)
 
     def _fail(self, operations: Sequence[str], error: OpenTinkerError) -> None:
         self._complete([Completion(operation, problem=error.to_problem()) for operation in operations])

@@ -261,6 +261,18 @@ class Job:
         with self.explained():
             return self._sync.run(connected())
 
+    def create_policy(self, lora: LoraConfig, *, name: str = "", seed: int = 0) -> PolicyClient:
+        """Another policy on the job's server; see `PolicyClient.create_policy`. Its calls are for `run`:
+
+        critic = job.create_policy(LoraConfig(rank=8), name="critic")
+        job.run(lambda _: critic.sample(prompt, params))
+        """
+        return self.run(lambda policy: policy.create_policy(lora, name=name, seed=seed))
+
+    def delete_policy(self, policy: str) -> None:
+        """Free everything of a policy that `create_policy` made, by its name."""
+        self.run(lambda own: own.delete_policy(policy))
+
     def save(self, name: str, *, keep_last: int | None = None) -> dict[str, Any]:
         """Checkpoint the policy under `name` on the cluster: {"path", "name", "version", "manifest", "pruned"}; for
         `keep_last` see `PolicyClient.save`."""

@@ -241,7 +241,7 @@ class SampleRequest:
     n: int = 1
     prompt_logprobs: bool = False
     version: int | None = None
-    """The policy version to sample from, which must be the live one; None = whichever is live."""
+    """The policy version to sample from, which the engine must keep; None = whichever is live."""
 
     def to_wire(self) -> dict[str, Any]:
         return {

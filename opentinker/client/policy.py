@@ -28,6 +28,7 @@ from opentinker.client.messages import (
     TokenScore,
     as_chunks,
 )
+from opentinker.config.job import LoraConfig
 from opentinker.errors import ImageMissingError, from_problem
 
 POLL_S = 20.0
@@ -59,6 +60,49 @@ class PolicyClient:
         self._uploaded: dict[str, IntArray] = {}
         """The tokens of each image that was sent, by its hash."""
         self._expansions: dict[bytes, IntArray] = {}
+        self._created: dict[str, PolicyClient] = {}
+
+    async def create_policy(
+        self, lora: LoraConfig, *, name: str = "", seed: int = 0, deadline_s: float = COMMAND_DEADLINE_S
+    ) -> "PolicyClient":
+        """Create another policy on this policy's server: an adapter with an optimizer, versions and checkpoints of its own, on
+        the same frozen base model and in the same batches of the engine. Its client, which this one closes with itself.
+
+            critic = await policy.create_policy(LoraConfig(rank=8), name="critic")
+            await asyncio.gather(policy.sample(prompt, params), critic.sample(prompt, params))
+            await policy.delete_policy("critic")
+
+        Raises:
+            ConflictError: there is one of this name, this policy trains the full parameters, or the server has no room:
+                `engine.max_adapters` of the job's config says for how many it has.
+            ConfigError: the adapter fits no layer, or its rank is above that of the job's own.
+        """
+        deadline = Deadline(deadline_s)
+        # The name makes a request that is sent again find what it has created.
+        body = {
+            "policy": name or f"policy-{uuid.uuid4().hex[:12]}",
+            "spec": {"lora": lora.model_dump(mode="json"), "seed": seed},
+        }
+        answer = await self._http.request(
+            "POST", "/v1/policies", content=wire.pack(body), wait_s=min(POLL_S, deadline_s), deadline_s=deadline_s
+        )
+        await self._result(answer["operation"], deadline)
+        created = PolicyClient(self._http.endpoint, answer["token"], answer["policy"])
+        self._created[created.policy] = created
+        return created
+
+    async def delete_policy(self, policy: str, *, deadline_s: float = COMMAND_DEADLINE_S) -> None:
+        """Free everything of a policy that `create_policy` made, once its running samples have ended; its checkpoints stay.
+
+        Raises:
+            NotFoundError: there is no such policy.
+        """
+        deadline = Deadline(deadline_s)
+        path = f"/v1/policies/{quote(policy, safe='')}"
+        operation = await self._http.request("DELETE", path, wait_s=min(POLL_S, deadline_s), deadline_s=deadline_s)
+        await self._result(operation, deadline)
+        if (created := self._created.pop(policy, None)) is not None:
+            await created.close()
 
     async def info(self) -> dict[str, Any]:
         """base_model, engine, max_model_len, vocab_size, stop_token_ids, device, and image_placeholder: the text that the chat
@@ -125,10 +169,11 @@ class PolicyClient:
     ) -> SampleResult:
         """Sample `n` continuations of `prompt`. Repeating a call with its `request_id` gives the first call's answer.
 
-        With a `version`, all tokens are that version's.
+        With a `version`, all tokens are that version's: the live one's, or, where adapters are served, one of the newest few
+        (`engine.kept_versions`).
 
         Raises:
-            VersionNotServedError: `version` is not the live one, or a publish with mode 'abort' replaced it meanwhile.
+            VersionNotServedError: `version` is not served, or a publish with mode 'abort' replaced it meanwhile.
         """
         request = SampleRequest(request_id or uuid.uuid4().hex, as_chunks(prompt), params, n, prompt_logprobs, version)
         deadline = Deadline(deadline_s)
@@ -245,6 +290,8 @@ class PolicyClient:
         return result
 
     async def close(self) -> None:
+        for created in self._created.values():
+            await created.close()
         await self._http.close()
 
     async def _result(self, operation: dict[str, Any], deadline: Deadline) -> Any:

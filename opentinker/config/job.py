@@ -59,7 +59,20 @@ class EngineConfig(Config):
     on nothing else, neither on its company nor on time. A run that was interrupted then repeats bit for bit. Slow."""
     lora_serving: Literal["auto", "merge", "adapter"] = "auto"
     """'merge' folds the adapter into the base weights at each publish (fast on CPU); 'adapter' serves it by the engine's
-    LoRA kernels. 'auto' = merge on CPU and with the transformers engine, adapter on CUDA."""
+    LoRA kernels. 'auto' = adapter on CUDA with vLLM and wherever `max_adapters` is above 1, merge elsewhere."""
+    max_adapters: Annotated[int, Field(ge=1, le=1024)] = 1
+    """LoRA policies that the job's server has room for, the job's own included. More than one are served as adapters side by
+    side, so the job needs `lora`; vLLM reserves memory for each."""
+    kept_versions: Annotated[int, Field(ge=1, le=64)] = 2
+    """Where adapters are served: how many versions of a policy, the newest, can be sampled from. Otherwise it is one."""
+
+    @model_validator(mode="after")
+    def _one_merged(self) -> "EngineConfig":
+        if self.max_adapters > 1 and self.lora_serving == "merge":
+            raise ValueError(
+                f"max_adapters={self.max_adapters} needs adapters that are served; lora_serving='merge' folds one into the base"
+            )
+        return self
 
     @model_validator(mode="after")
     def _can_be_deterministic(self) -> "EngineConfig":
@@ -329,6 +342,15 @@ class JobConfig(Config):
         if self.scheduling.max_restarts and self.leased:
             raise ValueError(
                 "scheduling.max_restarts is for jobs that the cluster drives: here the client has to go on, from a checkpoint"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_adapters_share(self) -> "JobConfig":
+        if self.engine.max_adapters > 1 and self.lora is None:
+            raise ValueError(
+                f"engine.max_adapters={self.engine.max_adapters} is for adapters, and this job has no lora: full parameters "
+                "need the server to themselves"
             )
         return self
 

@@ -1,6 +1,6 @@
 """The seam between a server and its rollout engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,28 +38,41 @@ class LoraTensors:
     """PEFT names (`base_model.model....lora_A.weight`)."""
 
 
+@dataclass(frozen=True)
+class AdapterId:
+    """One version of one LoRA policy."""
+
+    policy: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.policy}@{self.version}"
+
+
 class RolloutEngine(Protocol):
-    """Continuous batching of sample requests against one version of one policy. The images of a request have their tokens in
-    place, and the store that the engine was made with holds them as long as the request runs.
+    """Continuous batching of sample requests, each against the base weights or against one of the adapters that the engine
+    holds on them. The images of a request have their tokens in place, and the store that the engine was made with holds them as
+    long as the request runs.
 
     Not thread-safe: a server calls it from its compute thread only.
     """
 
     @property
     def version(self) -> int:
-        """The policy version that new tokens are sampled from."""
+        """The version of the base weights: 0 until an update."""
         ...
 
     @property
     def max_model_len(self) -> int: ...
 
-    def add(self, request: SampleRequest) -> None:
-        """Queue a request. `params.stop_token_ids` always includes the model's own end-of-sequence ids. It is sampled from
-        the engine's version: whoever calls has looked at `request.version`.
+    def add(self, request: SampleRequest, adapter: AdapterId | None = None) -> None:
+        """Queue a request. `params.stop_token_ids` always includes the model's own end-of-sequence ids. It is sampled under
+        `adapter`, or from the base weights: whoever calls has looked at `request.version`.
 
         Raises:
             ContextOverflowError: prompt plus one token does not fit. `max_tokens` is clipped to what fits.
             InvalidRequestError: the engine refuses it. Whatever is raised, nothing of the request is left in the engine.
+            EngineError: it does not hold the adapter.
         """
         ...
 
@@ -73,24 +86,35 @@ class RolloutEngine(Protocol):
 
     def has_unfinished(self) -> bool: ...
 
+    def abort(self, request_ids: Collection[str]) -> list[SampleRequest]:
+        """Stop those of the requests that are unfinished and return them, so that they can be added again."""
+        ...
+
     def abort_all(self) -> list[SampleRequest]:
         """Stop every unfinished request and return it, so that it can be added again."""
         ...
 
-    def prompt_logprobs(self, prompts: Sequence[Sequence[Chunk]]) -> list[FloatArray]:
-        """Logprobs at temperature 1 of each prompt's tokens given those before; entry 0 is 0. No request is running."""
+    def prompt_logprobs(self, prompts: Sequence[Sequence[Chunk]], adapter: AdapterId | None = None) -> list[FloatArray]:
+        """Logprobs at temperature 1 of each prompt's tokens given those before, under `adapter` or the base weights; entry 0 is
+        0. Requests may be running: the results of those that end meanwhile come with the next `step`."""
         ...
 
     def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
-        """Replace the base weights in place and drop all cached keys and values. No request is running."""
+        """Replace the base weights in place and drop all adapters and all cached keys and values. No request is running."""
         ...
 
-    def update_adapter(self, adapter: LoraTensors, version: int) -> WeightAck:
-        """Serve `adapter` on the base weights from now on, under a name that no earlier version used.
+    def update_adapter(self, adapter: LoraTensors, at: AdapterId) -> WeightAck:
+        """Hold a copy of `adapter`, beside those that are held already, or in place of the one that was `at`. Running requests
+        go on.
 
         Raises:
-            EngineError: the engine was not started with adapter serving.
+            EngineError: the engine was not started with adapter serving, or has no room for another.
+            ConfigError: the adapter is larger than those it was started for.
         """
+        ...
+
+    def drop_adapter(self, at: AdapterId) -> None:
+        """Let go of an adapter, if it is held. No running request uses it."""
         ...
 
     def close(self) -> None:

@@ -33,15 +33,10 @@ def resolve_engine_kind(config: EngineConfig) -> EngineKind:
 
 
 def resolve_lora_serving(config: EngineConfig, engine_kind: EngineKind, device: str) -> LoraServing:
-    """How an adapter reaches the engine; `device` is "cpu" or "cuda".
-
-    Raises:
-        ConfigError: adapter serving is asked of an engine that has none.
-    """
+    """How an adapter reaches the engine; `device` is "cpu" or "cuda"."""
     if config.lora_serving == "auto":
-        return "adapter" if engine_kind == "vllm" and device == "cuda" else "merge"
-    if config.lora_serving == "adapter" and engine_kind != "vllm":
-        raise ConfigError("engine.lora_serving=adapter needs the vllm engine", hint="set engine.lora_serving=merge")
+        fast = engine_kind == "vllm" and device == "cuda"
+        return "adapter" if fast or config.max_adapters > 1 else "merge"
     return config.lora_serving
 
 
@@ -54,8 +49,8 @@ def create_engine(
     stop_token_ids: Sequence[int],
     images: ImageStore | None = None,
 ) -> RolloutEngine:
-    """Start the engine that `config` means; `lora` is the policy's adapter config, if it has one, and `images` are there if the
-    model takes any.
+    """Start the engine that `config` means; `lora` is the adapter config of the job's own policy, if it has one, and `images`
+    are there if the model takes any.
 
     Raises:
         ConfigError: the engine is not installed, or the context is longer than the model's.
@@ -68,8 +63,6 @@ def create_engine(
     if kind == "transformers":
         from opentinker.server.engine.transformers_engine import TransformersEngine
 
-        if lora is not None:
-            resolve_lora_serving(config, kind, "cpu")
         return TransformersEngine(model_dir, config, dtype, stop_token_ids=stop_token_ids, images=images)
     from opentinker.server.engine.vllm_engine import VllmEngine
 

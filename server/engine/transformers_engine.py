@@ -5,7 +5,8 @@ Axes: B = sequences of the batch, T = positions in it (left-padded), V = vocabul
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ from opentinker.client.messages import (
 from opentinker.config.job import EngineConfig
 from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
 from opentinker.server.digest import tensor_digest
-from opentinker.server.engine.base import LoraTensors, NamedTensors, WeightAck
+from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed, sampling_logprobs
 from opentinker.server.images import ImageStore, sample_picture
+from opentinker.server.trainer import lora
 from opentinker.server.vision import auto_class, embed, image_features
 
 _PREFILL_TOKENS = 8192
@@ -48,13 +50,15 @@ class _Pending:
     params: SamplingParams
     prompt: IntArray
     images: tuple[tuple[int, ImageChunk], ...]
+    adapter: AdapterId | None
+    version: int
     samples: dict[int, Sample] = field(default_factory=dict)
     prompt_logprobs: FloatArray | None = None
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for equal prompts."""
-        return (self.prompt.tobytes(), *((start, image.sha256) for start, image in self.images))
+        """Equal for equal prompts under the same weights."""
+        return (self.adapter, self.prompt.tobytes(), *((start, image.sha256) for start, image in self.images))
 
 
 @dataclass
@@ -134,6 +138,11 @@ class TransformersEngine:
             # Both libraries raise whatever their parts do; `tokenizers` plain Exception.
             raise EngineError(f"cannot load the model in {model_dir}: {error}") from error
         self._model: Any = model.eval().requires_grad_(False).to(self._device)
+        # By the names that they have before any layer holds adapters. Tied tensors are one parameter under several names.
+        self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters(remove_duplicate=False))
+        self._serves_adapters = config.lora_serving == "adapter" or config.max_adapters > 1
+        self._adapters: set[AdapterId] = set()
+        self._pass = lora.AdapterPass()
         self._vocab_size: int = model.config.get_text_config().vocab_size
         self._max_model_len = config.max_model_len
         # Alone in its batch, without padding, a sequence is computed in the same way whenever it comes.
@@ -158,15 +167,17 @@ class TransformersEngine:
     def max_model_len(self) -> int:
         return self._max_model_len
 
-    def add(self, request: SampleRequest) -> None:
+    def add(self, request: SampleRequest, adapter: AdapterId | None = None) -> None:
         self._require_whole()
+        self._require_held(adapter)
         params = effective_params(
             request,
             max_model_len=self._max_model_len,
             vocab_size=self._vocab_size,
             stop_token_ids=self._stop_token_ids,
         )
-        pending = _Pending(request, params, chunk_tokens(request.prompt), placed_images(request.prompt))
+        version = self._version if adapter is None else adapter.version
+        pending = _Pending(request, params, chunk_tokens(request.prompt), placed_images(request.prompt), adapter, version)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         rows = [_Row(pending, index, random.Random(sample_seed(seed, index))) for index in range(request.n)]
         self._pending[id(pending)] = pending
@@ -215,7 +226,7 @@ class TransformersEngine:
         prompts: list[_Pending] = []
         for row in rows:
             if row.pending.request.prompt_logprobs and row.pending.prompt_logprobs is None:
-                row.pending.prompt_logprobs = self._score(row.pending.request.prompt)
+                row.pending.prompt_logprobs = self._score(row.pending.request.prompt, row.pending.adapter)
             if places.setdefault(row.pending.key, len(prompts)) == len(prompts):
                 prompts.append(row.pending)
         longest = max(len(p.prompt) for p in prompts)
@@ -229,7 +240,9 @@ class TransformersEngine:
             placed += [(i * longest + first + start, image) for start, image in pending.images]
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         batch = _Batch(rows, _empty_cache(), mask.to(self._device), torch.empty(0))
-        batch.logits_B_V = self._forward(self._inputs(tokens.to(self._device), placed), batch, positions.to(self._device))
+        adapters = [pending.adapter for pending in prompts]
+        inputs = self._inputs(tokens.to(self._device), placed)
+        batch.logits_B_V = self._forward(inputs, batch, positions.to(self._device), adapters)
         index = torch.tensor([places[row.pending.key] for row in rows], device=self._device)
         batch.mask_B_T, batch.logits_B_V = batch.mask_B_T[index], batch.logits_B_V[index]
         for layer in batch.cache.layers:
@@ -239,7 +252,8 @@ class TransformersEngine:
     def _decode(self, batch: _Batch, tokens_B: torch.Tensor) -> None:
         positions_B = batch.mask_B_T.sum(dim=1)
         batch.mask_B_T = pad(batch.mask_B_T, (0, 1), value=1)
-        batch.logits_B_V = self._forward({"input_ids": tokens_B[:, None]}, batch, positions_B[:, None])
+        adapters = [row.pending.adapter for row in batch.rows]
+        batch.logits_B_V = self._forward({"input_ids": tokens_B[:, None]}, batch, positions_B[:, None], adapters)
 
     def _inputs(self, tokens_B_T: torch.Tensor, placed: Sequence[tuple[int, ImageChunk]]) -> dict[str, torch.Tensor]:
         """What the model is given for these tokens; `placed` are (place in the flattened tokens, image)."""
@@ -263,17 +277,32 @@ class TransformersEngine:
             self._features.popitem(last=False)
         return features
 
-    def _forward(self, inputs: dict[str, torch.Tensor], batch: _Batch, positions: torch.Tensor) -> torch.Tensor:
-        output = self._model(
-            **inputs,
-            attention_mask=batch.mask_B_T,
-            position_ids=positions,
-            past_key_values=batch.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+    def _forward(
+        self,
+        inputs: dict[str, torch.Tensor],
+        batch: _Batch,
+        positions_B_T: torch.Tensor,
+        adapters_B: Sequence[AdapterId | None],
+    ) -> torch.Tensor:
+        with self._under(adapters_B, positions_B_T.shape[1]):
+            output = self._model(
+                **inputs,
+                attention_mask=batch.mask_B_T,
+                position_ids=positions_B_T,
+                past_key_values=batch.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+    def _under(self, adapters_B: Sequence[AdapterId | None], tokens: int) -> AbstractContextManager[None]:
+        """A pass in which each row, of so many tokens, uses its own adapter."""
+        distinct = sorted({str(adapter) for adapter in adapters_B if adapter is not None})
+        if not distinct or (len(distinct) == 1 and None not in adapters_B):
+            return self._pass.using(distinct)
+        slots = [-1 if adapter is None else distinct.index(str(adapter)) for adapter in adapters_B]
+        return self._pass.using(distinct, torch.tensor(slots, device=self._device).repeat_interleave(tokens))
 
     def _sample(self, batch: _Batch) -> torch.Tensor:
         """Draw a token for every row by inverting its distribution at one uniform number of the row's generator, so that
@@ -313,7 +342,7 @@ class TransformersEngine:
             tokens=np.asarray(row.tokens, np.int32),
             logprobs=np.asarray(row.logprobs, np.float32),
             finish_reason=reason,
-            versions=((self._version, len(row.tokens)),),
+            versions=((pending.version, len(row.tokens)),),
         )
         if len(pending.samples) < pending.request.n:
             return None
@@ -348,27 +377,36 @@ class TransformersEngine:
     def has_unfinished(self) -> bool:
         return bool(self._pending)
 
-    def abort_all(self) -> list[SampleRequest]:
-        unfinished = [pending.request for pending in self._pending.values()]
-        self._pending.clear()
-        self._waiting.clear()
-        self._batch = None
-        return unfinished
+    def abort(self, request_ids: Collection[str]) -> list[SampleRequest]:
+        stopped = {key: pending for key, pending in self._pending.items() if pending.request.request_id in request_ids}
+        self._pending = {key: pending for key, pending in self._pending.items() if key not in stopped}
+        self._waiting = deque(row for row in self._waiting if id(row.pending) not in stopped)
+        if self._batch is not None:
+            left = [i for i, row in enumerate(self._batch.rows) if id(row.pending) not in stopped]
+            if not left:
+                self._batch = None
+            elif len(left) < len(self._batch.rows):
+                self._batch.keep(left)
+        return [pending.request for pending in stopped.values()]
 
-    def prompt_logprobs(self, prompts: Sequence[Sequence[Chunk]]) -> list[FloatArray]:
+    def abort_all(self) -> list[SampleRequest]:
+        return self.abort({pending.request.request_id for pending in self._pending.values()})
+
+    def prompt_logprobs(self, prompts: Sequence[Sequence[Chunk]], adapter: AdapterId | None = None) -> list[FloatArray]:
         self._require_whole()
-        self._require_idle("score prompts")
+        self._require_held(adapter)
         for prompt in prompts:
             length = sum(len(chunk.tokens) for chunk in prompt)
             if length >= self._max_model_len:
                 raise ContextOverflowError(f"a prompt of {length} tokens exceeds a context of {self._max_model_len}")
-        return [self._score(prompt) for prompt in prompts]
+        return [self._score(prompt, adapter) for prompt in prompts]
 
     @torch.inference_mode()
-    def _score(self, prompt: Sequence[Chunk]) -> FloatArray:
+    def _score(self, prompt: Sequence[Chunk], adapter: AdapterId | None = None) -> FloatArray:
         tokens = torch.from_numpy(chunk_tokens(prompt).astype(np.int64)).to(self._device)
         inputs = self._inputs(tokens[None], placed_images(prompt))
-        logits = self._model(**inputs, use_cache=False).logits[0, :-1].float()
+        with self._under([adapter], len(tokens)):
+            logits = self._model(**inputs, use_cache=False).logits[0, :-1].float()
         logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         return np.concatenate([np.zeros(1, np.float32), logprobs.cpu().numpy()])
 
@@ -383,8 +421,9 @@ class TransformersEngine:
         self._require_idle("take weights")
         self._broken = True
         self._features.clear()
-        # Tied tensors are one parameter under several names.
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for held in list(self._adapters):
+            self.drop_adapter(held)
+        parameters = self._parameters
         digests: dict[str, str] = {}
         written: dict[int, str] = {}
         for name, tensor in weights:
@@ -401,8 +440,21 @@ class TransformersEngine:
         reached = frozenset(name for name, parameter in parameters.items() if id(parameter) in written)
         return WeightAck(digests, reached, frozenset(parameters))
 
-    def update_adapter(self, adapter: LoraTensors, version: int) -> WeightAck:
-        raise EngineError("the transformers engine serves no adapters", hint="set engine.lora_serving=merge")
+    @torch.no_grad()
+    def update_adapter(self, adapter: LoraTensors, at: AdapterId) -> WeightAck:
+        if not self._serves_adapters:
+            raise EngineError("this engine was not started with adapter serving", hint="set engine.lora_serving=adapter")
+        self._require_whole()
+        self.drop_adapter(at)
+        placed = lora.place_adapter(self._model, self._pass, str(at), adapter)
+        self._adapters.add(at)
+        digests = {name: tensor_digest(tensor) for name, tensor in placed.items()}
+        return WeightAck(digests, frozenset(placed), frozenset(adapter.tensors))
+
+    def drop_adapter(self, at: AdapterId) -> None:
+        if at in self._adapters:
+            lora.remove_adapters(self._model, str(at))
+            self._adapters.remove(at)
 
     def close(self) -> None:
         self.abort_all()
@@ -411,6 +463,10 @@ class TransformersEngine:
     def _require_whole(self) -> None:
         if self._broken:
             raise EngineError("an update of the engine's weights failed half-way", hint="publish again, or start a new server")
+
+    def _require_held(self, adapter: AdapterId | None) -> None:
+        if adapter is not None and adapter not in self._adapters:
+            raise EngineError(f"the engine does not hold version {adapter.version} of policy '{adapter.policy}'")
 
     def _require_idle(self, purpose: str) -> None:
         if self._pending:

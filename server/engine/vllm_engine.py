@@ -1,12 +1,12 @@
 """vLLM in this process: its scheduler and kernels, stepped by the caller's thread."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,13 +23,14 @@ from opentinker.client.messages import (
     placed_images,
 )
 from opentinker.config.job import EngineConfig, LoraConfig
-from opentinker.errors import EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
+from opentinker.errors import ConfigError, EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
 from opentinker.server.digest import tensor_digest
-from opentinker.server.engine.base import LoraTensors, NamedTensors, WeightAck
+from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed
 from opentinker.server.images import ImageStore, decode
 from opentinker.server.vision import auto_class, language_prefix
 
+T = TypeVar("T")
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM allocates adapter memory for."""
 _BATCHED_TOKENS = 2048
@@ -42,6 +43,7 @@ class _Pending:
 
     request: SampleRequest
     params: SamplingParams
+    version: int
     samples: dict[int, Sample] = field(default_factory=dict)
     prompt_logprobs: FloatArray | None = None
 
@@ -70,6 +72,7 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         arguments: dict[str, Any] = {}
+        self._largest_rank = 0
         if current_platform.is_cpu():
             arguments |= {
                 "kv_cache_memory_bytes": int(config.cache_gib * 2**30),
@@ -83,10 +86,13 @@ class VllmEngine:
         if images is not None:
             arguments["mm_processor_cache_gb"] = 0  # what it would hold, the store holds
         if lora is not None:
-            rank = next(r for r in _LORA_RANKS if r >= lora.rank)
-            arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-            # Without it vLLM wraps the output head too, and then fails to score prompts.
-            arguments["lora_target_modules"] = _adapted_modules(model_dir, lora)
+            # Room for all that may be held, so that any of them share a batch and vLLM never evicts one.
+            slots = config.max_adapters * config.kept_versions
+            self._largest_rank = next(r for r in _LORA_RANKS if r >= lora.rank)
+            arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": self._largest_rank}
+            # Without it vLLM wraps the output head too, and then fails to score prompts. Policies may differ in their targets.
+            adapted = lora if config.max_adapters == 1 else lora.model_copy(update={"target_modules": "all-linear"})
+            arguments["lora_target_modules"] = _adapted_modules(model_dir, adapted)
         try:
             self._engine = LLMEngine.from_engine_args(
                 EngineArgs(
@@ -114,10 +120,12 @@ class VllmEngine:
         self._stop_token_ids = tuple(stop_token_ids)
         self._images = images
         self._serves_adapters = lora is not None
-        self._adapter: Any = None
+        self._adapters: dict[AdapterId, Any] = {}
         self._adapters_served = 0
         self._version = 0
         self._pending: dict[int, _Pending] = {}
+        self._ended: list[SampleResult] = []
+        """Ended while prompts were scored; the next step hands them out."""
         self._added = 0
         self._broken = False
         self._closed = False
@@ -130,8 +138,13 @@ class VllmEngine:
     def max_model_len(self) -> int:
         return self._max_model_len
 
-    def add(self, request: SampleRequest) -> None:
+    def add(self, request: SampleRequest, adapter: AdapterId | None = None) -> None:
+        self._add(request, adapter)
+
+    def _add(self, request: SampleRequest, adapter: AdapterId | None) -> int:
+        """The key that the request goes by here."""
         self._require_whole()
+        served = self._held(adapter)
         params = effective_params(
             request,
             max_model_len=self._max_model_len,
@@ -147,13 +160,14 @@ class VllmEngine:
         try:
             each = [_vllm_params(params, i, prompt_logprobs=request.prompt_logprobs and i == 0) for i in range(request.n)]
             for name, sample_params in zip(names, each, strict=True):
-                self._engine.add_request(name, prompt, sample_params, lora_request=self._adapter)
+                self._engine.add_request(name, prompt, sample_params, lora_request=served)
         except Exception as error:
             self._engine.abort_request(names)
             if isinstance(error, VLLMClientError | ValueError):
                 raise InvalidRequestError(f"vLLM refuses the request: {error}") from error
             raise
-        self._pending[key] = _Pending(request, params)
+        self._pending[key] = _Pending(request, params, self._version if adapter is None else adapter.version)
+        return key
 
     def _prompt(self, chunks: Sequence[Chunk]) -> Any:
         """A prompt as vLLM takes it. Images are placed where our chunks are, not where vLLM would find a placeholder token: the
@@ -208,6 +222,11 @@ class VllmEngine:
         return prepared
 
     def step(self) -> list[SampleResult]:
+        ended, self._ended = self._ended, []
+        return ended + [result for _, result in self._advance()]
+
+    def _advance(self) -> list[tuple[int, SampleResult]]:
+        """One step of vLLM's: the requests that are now complete, by their keys."""
         if not self._pending:
             return []
         try:
@@ -216,14 +235,14 @@ class VllmEngine:
         except Exception as error:
             # vLLM promises no exception type, and its state after one is unknown.
             raise EngineError(f"vLLM failed: {error}") from error
-        results = [result for output in outputs if output.finished and (result := self._collect(output)) is not None]
+        results = [found for output in outputs if output.finished and (found := self._collect(output)) is not None]
         if self._pending and not self._engine.has_unfinished_requests():
             # Whoever waits for them would wait for ever.
             raise EngineError(f"vLLM has nothing left to do, but {len(self._pending)} requests have no answer")
         return results
 
-    def _collect(self, output: Any) -> SampleResult | None:
-        """Note one finished sample; the result, if it was the last of its request."""
+    def _collect(self, output: Any) -> tuple[int, SampleResult] | None:
+        """Note one finished sample; the request's key and result, if it was its last."""
         key, index = (int(part) for part in output.request_id.split(":"))
         pending = self._pending[key]
         completion = output.outputs[0]
@@ -232,7 +251,7 @@ class VllmEngine:
             tokens=tokens,
             logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
             finish_reason="stop" if completion.finish_reason == "stop" else "length",
-            versions=((self._version, len(tokens)),),
+            versions=((pending.version, len(tokens)),),
         )
         if output.prompt_logprobs is not None:
             pending.prompt_logprobs = np.asarray([0.0, *output.prompt_logprobs.logprobs], np.float32)
@@ -240,36 +259,45 @@ class VllmEngine:
             return None
         del self._pending[key]
         samples = tuple(pending.samples[i] for i in range(pending.request.n))
-        return SampleResult(pending.request.request_id, samples, pending.params, pending.prompt_logprobs)
+        return key, SampleResult(pending.request.request_id, samples, pending.params, pending.prompt_logprobs)
 
     def has_unfinished(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending or self._ended)
+
+    def abort(self, request_ids: Collection[str]) -> list[SampleRequest]:
+        return self._abort([key for key, pending in self._pending.items() if pending.request.request_id in request_ids])
 
     def abort_all(self) -> list[SampleRequest]:
-        unfinished = [pending.request for pending in self._pending.values()]
-        ids = [f"{key}:{index}" for key, pending in self._pending.items() for index in range(pending.request.n)]
-        self._engine.abort_request(ids)
-        self._pending.clear()
-        return unfinished
+        self._ended = []
+        return self._abort(list(self._pending))
 
-    def prompt_logprobs(self, prompts: Sequence[Sequence[Chunk]]) -> list[FloatArray]:
-        self._require_idle("score prompts")
+    def _abort(self, keys: Sequence[int]) -> list[SampleRequest]:
+        stopped = [(key, self._pending.pop(key)) for key in keys]
+        self._engine.abort_request([f"{key}:{index}" for key, pending in stopped for index in range(pending.request.n)])
+        return [pending.request for _, pending in stopped]
+
+    def prompt_logprobs(self, prompts: Sequence[Sequence[Chunk]], adapter: AdapterId | None = None) -> list[FloatArray]:
+        mine: dict[int, int] = {}
         found: dict[int, FloatArray] = {}
         try:
             for number, prompt in enumerate(prompts):
                 params = SamplingParams(max_tokens=1, temperature=0.0)
-                self.add(SampleRequest(str(number), tuple(prompt), params, prompt_logprobs=True))
-            while self._pending:
-                for result in self.step():
+                request = SampleRequest(str(number), tuple(prompt), params, prompt_logprobs=True)
+                mine[self._add(request, adapter)] = number
+            while len(found) < len(mine):
+                for key, result in self._advance():
+                    if key not in mine:
+                        self._ended.append(result)
+                        continue
                     assert result.prompt_logprobs is not None
-                    found[int(result.request_id)] = result.prompt_logprobs
+                    found[mine[key]] = result.prompt_logprobs
         except BaseException:
-            self.abort_all()  # their results must not turn up among others'
+            self._abort([key for key in mine if key in self._pending])  # their results must not turn up among others'
             raise
         return [found[number] for number in range(len(prompts))]
 
     def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
-        """See `RolloutEngine`; an adapter that was being served is dropped.
+        """See `RolloutEngine`.
 
         Raises:
             WeightSyncError: vLLM does not take one of the tensors; the engine cannot be used any more.
@@ -279,24 +307,33 @@ class VllmEngine:
         self._broken = True
         ack = self._on_worker(_replace_weights, weights)
         self._broken = False
-        self._adapter = None
+        for held in list(self._adapters):
+            self.drop_adapter(held)
         self._drop_cache()
         self._version = version
         return ack
 
-    def update_adapter(self, adapter: LoraTensors, version: int) -> WeightAck:
+    def update_adapter(self, adapter: LoraTensors, at: AdapterId) -> WeightAck:
         if not self._serves_adapters:
             raise EngineError("this engine was not started with adapter serving", hint="set engine.lora_serving=adapter")
-        self._require_idle("take an adapter")
+        self._require_whole()
+        if adapter.rank > self._largest_rank:
+            raise ConfigError(
+                f"an adapter of rank {adapter.rank} is larger than this server takes: it was started for {self._largest_rank}",
+                hint="the rank of the job's own lora sets the limit for all its policies",
+            )
         from vllm.lora.request import LoRARequest
 
-        # Ids and names are never used twice: vLLM's caches know an adapter by them.
+        self.drop_adapter(at)
+        # Ids and names are never used twice: vLLM's caches of keys and values know an adapter by them.
         number = self._adapters_served = self._adapters_served + 1
-        ack = self._on_worker(_replace_adapter, adapter, number)
-        self._adapter = LoRARequest(f"adapter-{number}", number, lora_path="in memory")
-        self._drop_cache()
-        self._version = version
+        ack = self._on_worker(_add_adapter, adapter, number)
+        self._adapters[at] = LoRARequest(f"adapter-{number}", number, lora_path="in memory")
         return ack
+
+    def drop_adapter(self, at: AdapterId) -> None:
+        if (served := self._adapters.pop(at, None)) is not None:
+            self._on_worker(_remove_adapter, served.lora_int_id)
 
     def close(self) -> None:
         if self._closed:
@@ -313,6 +350,12 @@ class VllmEngine:
         if self._broken:
             raise EngineError("an update of the engine's weights failed half-way", hint="start a new server")
 
+    def _held(self, adapter: AdapterId | None) -> Any:
+        """What vLLM knows the adapter by; None for the base weights."""
+        if adapter is not None and adapter not in self._adapters:
+            raise EngineError(f"the engine does not hold version {adapter.version} of policy '{adapter.policy}'")
+        return None if adapter is None else self._adapters[adapter]
+
     def _require_idle(self, purpose: str) -> None:
         self._require_whole()
         if self._pending:
@@ -324,16 +367,16 @@ class VllmEngine:
         if self._images is not None:
             self._engine.reset_encoder_cache()
 
-    def _on_worker(self, function: Callable[..., WeightAck], *arguments: Any) -> WeightAck:
+    def _on_worker(self, function: Callable[..., T], *arguments: Any) -> T:
         from vllm.exceptions import VLLMError
 
         try:
-            acks: list[WeightAck] = self._engine.collective_rpc(function, args=arguments)
+            answers: list[T] = self._engine.collective_rpc(function, args=arguments)
         except OpenTinkerError:
             raise
         except (VLLMError, ValueError, RuntimeError, KeyError, AssertionError, AttributeError) as error:
             raise WeightSyncError(f"vLLM does not take these tensors: {error}") from error
-        return acks[0]
+        return answers[0]
 
 
 def _prepare_environment() -> None:
@@ -436,14 +479,16 @@ def _parts(name: str, packed: dict[str, list[str]]) -> list[str]:
     return [f"{parent}.{part}.{leaf}" for part in packed[last]] if last in packed else []
 
 
-def _replace_adapter(worker: Any, adapter: LoraTensors, number: int) -> WeightAck:
-    """Runs on the vLLM worker: make `adapter` the only one, under the id `number`."""
+def _add_adapter(worker: Any, adapter: LoraTensors, number: int) -> WeightAck:
+    """Runs on the vLLM worker: hold `adapter`, under the id `number`."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     loader = worker.model_runner.lora_manager
     manager = loader._adapter_manager
+    if len(manager.list_adapters()) >= manager.lora_slots:
+        raise EngineError(f"vLLM has room for {manager.lora_slots} adapters")  # it would drop one that is in use
     helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.target_modules))
     helper.validate_legal(loader.lora_config)
     homes = set(manager.modules) | {part for parts in manager.packed_modules.values() for part in parts}
@@ -452,7 +497,16 @@ def _replace_adapter(worker: Any, adapter: LoraTensors, number: int) -> WeightAc
     # vLLM keeps and packs what it is given; the sender's tensors go on changing.
     tensors = {name: tensor.detach().clone() for name, tensor in adapter.tensors.items()}
     model = LoRAModel.from_lora_tensors(number, tensors, helper, device="cpu", dtype=loader.lora_config.lora_dtype)
-    loader.remove_all_adapters()
     manager.add_adapter(model)
     manager.activate_adapter(number)
     return WeightAck(digests, frozenset(written), frozenset(adapter.tensors))
+
+
+def _remove_adapter(worker: Any, number: int) -> None:
+    """Runs on the vLLM worker: let go of an adapter, and of its values: on CPU the kernels compute the rows of the base model
+    with the last slot, whether it is in use or not."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    slot = manager.lora_index_to_id.index(number)
+    manager.remove_adapter(number)
+    for module in manager.modules.values():
+        module.reset_lora(slot)

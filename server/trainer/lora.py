@@ -29,7 +29,8 @@ class AdapterPass:
 
     def __init__(self) -> None:
         self.policies: tuple[str, ...] = ()
-        self.slots_T: torch.Tensor | None = None
+        self.rows: tuple[torch.Tensor, ...] | None = None
+        """Which tokens use the adapter of each policy; None: all of them use the one."""
 
     @contextmanager
     def using(self, policies: Sequence[str], slots_T: torch.Tensor | None = None) -> Iterator[None]:
@@ -37,11 +38,13 @@ class AdapterPass:
         the one adapter given."""
         if slots_T is None and len(policies) > 1:
             raise ValueError("several adapters need a slot for each token")
-        self.policies, self.slots_T = tuple(policies), slots_T
+        self.policies = tuple(policies)
+        # Found once for all layers.
+        self.rows = None if slots_T is None else tuple((slots_T == slot).nonzero()[:, 0] for slot in range(len(policies)))
         try:
             yield
         finally:
-            self.policies, self.slots_T = (), None
+            self.policies, self.rows = (), None
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,8 @@ class LoraLinear(nn.Module):
         self._current = current
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        policies, slots_T = self._current.policies, self._current.slots_T
-        if slots_T is None:
+        policies, chosen = self._current.policies, self._current.rows
+        if chosen is None:
             adapter = self.adapters.get(policies[0]) if policies else None
             if adapter is None:
                 out: torch.Tensor = self.base(x)
@@ -106,12 +109,11 @@ class LoraLinear(nn.Module):
             return adapted
         rows = x.reshape(-1, x.shape[-1])
         out = self.base(rows)
-        for slot, policy in enumerate(policies):
+        for policy, rows_of_policy in zip(policies, chosen, strict=True):
             if policy in self.adapters:
                 adapter = self.adapters[policy]
-                chosen = (slots_T == slot).nonzero()[:, 0]
-                update = F.linear(F.linear(rows[chosen], adapter.A), adapter.B)
-                out = out.index_add(0, chosen, update, alpha=adapter.scale)
+                update = F.linear(F.linear(rows[rows_of_policy], adapter.A), adapter.B)
+                out = out.index_add(0, rows_of_policy, update, alpha=adapter.scale)
         return out.view(*x.shape[:-1], -1)
 
 
@@ -163,12 +165,7 @@ def add_adapters(
     generator = torch.Generator().manual_seed(seed)
     parameters: dict[str, nn.Parameter] = {}
     for name in names:
-        layer = model.get_submodule(name)
-        if not isinstance(layer, LoraLinear):
-            assert isinstance(layer, nn.Linear)
-            layer = LoraLinear(layer, current)
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer)
+        layer = _adaptable(model, name, current)
         weight = layer.base.weight
         A = torch.empty(config.rank, weight.shape[1])
         nn.init.kaiming_uniform_(A, a=math.sqrt(5), generator=generator)
@@ -182,6 +179,37 @@ def add_adapters(
         parameters[f"{PEFT_PREFIX}{name}.lora_A.weight"] = adapter.A
         parameters[f"{PEFT_PREFIX}{name}.lora_B.weight"] = adapter.B
     return parameters
+
+
+def _adaptable(model: nn.Module, name: str, current: AdapterPass) -> LoraLinear:
+    """The linear layer of that name, able to hold adapters from now on."""
+    layer = model.get_submodule(name)
+    if not isinstance(layer, LoraLinear):
+        assert isinstance(layer, nn.Linear)
+        layer = LoraLinear(layer, current)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+    return layer
+
+
+def place_adapter(model: nn.Module, current: AdapterPass, policy: str, adapter: LoraTensors) -> dict[str, torch.Tensor]:
+    """Give the layers that an adapter names a frozen copy of it, for `policy`; what was placed, by its PEFT names. Tensors that
+    fit no layer are left out."""
+    modules = dict(model.named_modules())
+    placed: dict[str, torch.Tensor] = {}
+    for name in sorted({name.removeprefix(PEFT_PREFIX).rsplit(".lora_", 1)[0] for name in adapter.tensors}):
+        parts = [f"{PEFT_PREFIX}{name}.lora_{part}.weight" for part in "AB"]
+        layer = modules.get(name)
+        if not isinstance(layer, nn.Linear | LoraLinear) or any(part not in adapter.tensors for part in parts):
+            continue
+        weight = layer.weight if isinstance(layer, nn.Linear) else layer.base.weight
+        A, B = (adapter.tensors[part].detach().to(weight.device, weight.dtype, copy=True) for part in parts)
+        if (A.shape, B.shape) != ((adapter.rank, weight.shape[1]), (weight.shape[0], adapter.rank)):
+            continue
+        frozen_A, frozen_B = (nn.Parameter(tensor, requires_grad=False) for tensor in (A, B))
+        _adaptable(model, name, current).adapters[policy] = Adapter(frozen_A, frozen_B, adapter.alpha / adapter.rank)
+        placed |= dict(zip(parts, (A, B), strict=True))
+    return placed
 
 
 def remove_adapters(model: nn.Module, policy: str) -> None:

@@ -10,7 +10,7 @@ Axes: T = tokens of a pack, L = tokens of a group, N = weighted targets of a pac
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,8 @@ class Pack:
     steps_N: IntArray
     images: tuple[tuple[int, ImageChunk], ...] = ()
     """(row of its first token, image)."""
+    slots_T: IntArray | None = None
+    """The slot of each row's datum, where the data are of several policies: see `AdapterPass.using`."""
 
     def __len__(self) -> int:
         return len(self.tokens_T)
@@ -73,6 +75,7 @@ class _Branch:
     steps: IntArray
     images: tuple[tuple[int, ImageChunk], ...]
     """(position of its first token, image), of prompt and branch."""
+    slot: int
 
     @property
     def prompt_images(self) -> tuple[tuple[int, ImageChunk], ...]:
@@ -81,7 +84,7 @@ class _Branch:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for branches that share their prompt."""
-        return (self.prompt.tobytes(), *((start, image.sha256) for start, image in self.prompt_images))
+        return (self.slot, self.prompt.tobytes(), *((start, image.sha256) for start, image in self.prompt_images))
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,9 @@ class _Piece:
         return len(self.branches[0].prompt) + sum(len(b.tokens) for b in self.branches)
 
 
-def pack_data(data: Sequence[Datum], pack_tokens: int, *, together: int = 1) -> list[Pack]:
-    """Packs of at most `pack_tokens` tokens that hold every weighted target once.
+def pack_data(data: Sequence[Datum], pack_tokens: int, slots: Sequence[int] | None = None, *, together: int = 1) -> list[Pack]:
+    """Packs of at most `pack_tokens` tokens that hold every weighted target once. `slots` says under which adapter each datum
+    is computed, if that is not one for all: only data of one slot share a prompt.
 
     A group that does not fit is split and its prompt repeated; a single datum longer than `pack_tokens` gets a pack of
     its own. Data without a weighted target are in no pack. The packs depend on what the data are, not on their order.
@@ -105,20 +109,27 @@ def pack_data(data: Sequence[Datum], pack_tokens: int, *, together: int = 1) -> 
     """
     groups: dict[tuple[object, ...], list[tuple[_Branch, ...]]] = {}
     units = [range(start, min(start + together, len(data))) for start in range(0, len(data), together)]
-    for unit in sorted(units, key=lambda indices: [_content(data[i]) for i in indices]):
-        if branches := tuple(branch for index in unit if (branch := _branch(data[index], index)) is not None):
+    slot_of = [0] * len(data) if slots is None else list(slots)
+    for unit in sorted(units, key=lambda indices: [(_content(data[i]), slot_of[i]) for i in indices]):
+        if branches := tuple(b for index in unit if (b := _branch(data[index], index, slot_of[index])) is not None):
             groups.setdefault(branches[0].key, []).append(branches)
     pieces = [piece for group in groups.values() for piece in _split(group, pack_tokens)]
-    return [_lay_out(bin_) for bin_ in _fill(pieces, pack_tokens)]
+    bins = _fill(pieces, pack_tokens)
+    packs = [_lay_out(bin_) for bin_ in bins]
+    return packs if slots is None else [replace(pack, slots_T=_slots(bin_)) for pack, bin_ in zip(packs, bins, strict=True)]
 
 
-def _branch(datum: Datum, index: int) -> _Branch | None:
+def _slots(pieces: Sequence[_Piece]) -> IntArray:
+    return np.concatenate([np.full(piece.size, piece.branches[0].slot, np.int32) for piece in pieces])
+
+
+def _branch(datum: Datum, index: int, slot: int = 0) -> _Branch | None:
     weighted = np.flatnonzero(datum.weights).astype(np.int32)
     if not weighted.size:
         return None
     tokens, first, last = datum.tokens, int(weighted[0]), int(weighted[-1])
     images = tuple((start, image) for start, image in placed_images(datum.chunks) if start <= last)
-    return _Branch(index, tokens[: first + 1], tokens[first + 1 : last + 1], weighted, images)
+    return _Branch(index, tokens[: first + 1], tokens[first + 1 : last + 1], weighted, images, slot)
 
 
 def same_prompt(one: Datum, other: Datum) -> bool:

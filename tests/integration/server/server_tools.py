@@ -68,6 +68,8 @@ async def serving(
     kind: str = "transformers",
     lora: LoraConfig | None = None,
     lora_serving: str = "merge",
+    max_adapters: int = 1,
+    seed: int = 0,
     create: bool = True,
     trains: bool = True,
     checkpoint: str | None = None,
@@ -77,7 +79,14 @@ async def serving(
     config = ServerConfig(
         base_model=str(model_dir),
         engine=EngineConfig.model_validate(
-            {"kind": kind, "max_model_len": 256, "max_num_seqs": 16, "cache_gib": 0.1, "lora_serving": lora_serving}
+            {
+                "kind": kind,
+                "max_model_len": 256,
+                "max_num_seqs": 16,
+                "cache_gib": 0.1,
+                "lora_serving": lora_serving,
+                "max_adapters": max_adapters,
+            }
         ),
         dtype="float32",
         trainer=TrainerConfig(dtype="float32") if trains else None,
@@ -90,7 +99,12 @@ async def serving(
     client = PolicyClient(endpoint, "secret", "p")
     try:
         if create:
-            spec = {"lora": None if lora is None else lora.model_dump(), "checkpoint": checkpoint, **(policy or {})}
+            spec = {
+                "lora": None if lora is None else lora.model_dump(),
+                "checkpoint": checkpoint,
+                "seed": seed,
+                **(policy or {}),
+            }
             created = app.state.front.dispatcher.command("p", 0, b"", "create", spec)  # as the scheduler does
             await created.wait(START_S)
             if created.problem is not None:

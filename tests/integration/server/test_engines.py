@@ -13,7 +13,7 @@ from opentinker.client.messages import FloatArray, IntArray, Sample, SampleReque
 from opentinker.config.job import EngineConfig
 from opentinker.errors import ContextOverflowError, EngineError, InvalidRequestError, WeightSyncError
 from opentinker.server.digest import tensor_digest
-from opentinker.server.engine.base import LoraTensors, RolloutEngine
+from opentinker.server.engine.base import AdapterId, LoraTensors, RolloutEngine
 from opentinker.server.engine.select import create_engine
 
 EOS = 2
@@ -278,6 +278,26 @@ def test_unfinished_requests_come_back_and_can_be_added_again(engine: RolloutEng
     assert {len(r.samples) for r in run(engine, *aborted).values()} == {2}
 
 
+def test_some_requests_can_be_stopped_and_scores_asked_for_while_others_go_on(engine: RolloutEngine, oracle: Any) -> None:
+    asked = [request(str(i), p, n=2, temperature=0.0, max_tokens=4 + i) for i, p in enumerate(prompts(6, seed=8))]
+    alone = {item.request_id: run(engine, item)[item.request_id].samples[0] for item in asked}
+    for item in asked:
+        engine.add(item)
+    engine.step()
+    assert sorted(item.request_id for item in engine.abort({"1", "4", "no such"})) == ["1", "4"]
+    (scored,) = engine.prompt_logprobs([asked[0].prompt])
+    prompt = asked[0].prompt[0].tokens
+    np.testing.assert_allclose(
+        scored[1:], chosen_logprobs(distributions(oracle, prompt[:1], prompt[1:]), prompt[1:]), atol=1e-3
+    )
+    results = run(engine)
+    assert set(results) == {"0", "2", "3", "5"}
+    for name, result in results.items():
+        for sample in result.samples:
+            np.testing.assert_array_equal(sample.tokens, alone[name].tokens)
+            np.testing.assert_allclose(sample.logprobs, alone[name].logprobs, atol=1e-4)
+
+
 def changed(oracle: Any, scale: float = 0.05) -> Any:
     from copy import deepcopy
 
@@ -398,5 +418,5 @@ def test_weights_are_refused_while_requests_run(engine: RolloutEngine, oracle: A
 
 def test_an_engine_without_adapter_serving_refuses_adapters(engine: RolloutEngine) -> None:
     with pytest.raises(EngineError) as caught:
-        engine.update_adapter(LoraTensors(4, 8.0, ("q_proj",), {}), 1)
+        engine.update_adapter(LoraTensors(4, 8.0, ("q_proj",), {}), AdapterId("p", 1))
     assert "engine.lora_serving" in caught.value.hint

@@ -11,9 +11,9 @@ import torch
 
 from opentinker.client.messages import Sample, SampleRequest, SamplingParams, TokenChunk
 from opentinker.config.job import EngineConfig, LoraConfig
-from opentinker.errors import ContextOverflowError, EngineError, InvalidRequestError, WeightSyncError
+from opentinker.errors import ConfigError, ContextOverflowError, EngineError, InvalidRequestError
 from opentinker.server.digest import tensor_digest
-from opentinker.server.engine.base import LoraTensors
+from opentinker.server.engine.base import AdapterId, LoraTensors
 from opentinker.server.engine.select import create_engine
 from opentinker.server.engine.vllm_engine import VllmEngine
 
@@ -22,12 +22,20 @@ PROMPT = np.arange(20, 60, dtype=np.int32)
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model_dir: Path) -> Iterator[VllmEngine]:
+def shared_engine(tiny_model_dir: Path) -> Iterator[VllmEngine]:
     config = EngineConfig(kind="vllm", max_model_len=128, max_num_seqs=4, cache_gib=0.02, lora_serving="adapter")
     engine = create_engine(tiny_model_dir, config, "float32", lora=LoraConfig(rank=RANK, alpha=ALPHA), stop_token_ids=(2,))
     assert isinstance(engine, VllmEngine)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: VllmEngine) -> Iterator[VllmEngine]:
+    """The engine, holding no adapter."""
+    yield shared_engine
+    for held in list(shared_engine._adapters):
+        shared_engine.drop_adapter(held)
 
 
 def adapted(tiny_model_dir: Path, seed: int) -> tuple[Any, LoraTensors]:
@@ -47,8 +55,8 @@ def adapted(tiny_model_dir: Path, seed: int) -> tuple[Any, LoraTensors]:
     return model.eval(), LoraTensors(RANK, ALPHA, targets, get_peft_model_state_dict(model))
 
 
-def sample(engine: VllmEngine, seed: int = 0) -> Sample:
-    engine.add(SampleRequest("a", (TokenChunk(PROMPT),), SamplingParams(max_tokens=16, seed=seed)))
+def sample(engine: VllmEngine, adapter: AdapterId | None = None, seed: int = 0) -> Sample:
+    engine.add(SampleRequest("a", (TokenChunk(PROMPT),), SamplingParams(max_tokens=16, seed=seed)), adapter)
     while engine.has_unfinished():
         for result in engine.step():
             return result.samples[0]
@@ -62,29 +70,45 @@ def expected_logprobs(model: Any, found: Sample) -> np.ndarray:
     return logprobs.gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
 
 
-def test_a_served_adapter_samples_like_peft_and_each_version_replaces_the_last(
-    engine: VllmEngine, tiny_model_dir: Path
-) -> None:
+def test_served_adapters_sample_like_peft_one_version_beside_the_other(engine: VllmEngine, tiny_model_dir: Path) -> None:
     for version in (1, 2, 3):
         model, adapter = adapted(tiny_model_dir, seed=version)
-        ack = engine.update_adapter(adapter, version)
+        at = AdapterId("p", version)
+        engine.drop_adapter(AdapterId("p", version - 2))
+        ack = engine.update_adapter(adapter, at)
         assert ack.missing == frozenset()
         assert ack.digests == {name: tensor_digest(tensor) for name, tensor in adapter.tensors.items()}
-        found = sample(engine)
+        found = sample(engine, at)
         assert found.versions == ((version, len(found.tokens)),)
         np.testing.assert_allclose(found.logprobs, expected_logprobs(model, found), atol=1e-3)
         base = model.get_base_model()
         with model.disable_adapter():
             assert np.abs(expected_logprobs(base, found) - found.logprobs).max() > 0.05
+        if version > 1:
+            older, _ = adapted(tiny_model_dir, seed=version - 1)
+            found = sample(engine, AdapterId("p", version - 1))
+            np.testing.assert_allclose(found.logprobs, expected_logprobs(older, found), atol=1e-3)
+
+
+def test_there_is_room_for_the_versions_that_are_kept_and_no_more(engine: VllmEngine, tiny_model_dir: Path) -> None:
+    _, adapter = adapted(tiny_model_dir, seed=1)
+    for version in (1, 2):
+        engine.update_adapter(adapter, AdapterId("q", version))
+    with pytest.raises(EngineError, match="room for 2"):
+        engine.update_adapter(adapter, AdapterId("q", 3))
+    with pytest.raises(EngineError, match="does not hold version 3 of policy 'q'"):
+        sample(engine, AdapterId("q", 3))
+    assert sample(engine, AdapterId("q", 1)).versions[0][0] == 1
 
 
 def test_an_adapter_whose_tensors_change_afterwards_is_served_as_it_was(engine: VllmEngine, tiny_model_dir: Path) -> None:
     model, adapter = adapted(tiny_model_dir, seed=4)
-    engine.update_adapter(LoraTensors(RANK, ALPHA, adapter.target_modules, tensors := dict(adapter.tensors)), 4)
+    at = AdapterId("p", 4)
+    engine.update_adapter(LoraTensors(RANK, ALPHA, adapter.target_modules, tensors := dict(adapter.tensors)), at)
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor.zero_()
-    found = sample(engine)
+    found = sample(engine, at)
     for name, tensor in tensors.items():
         tensor.copy_(kept[name])
     np.testing.assert_allclose(found.logprobs, expected_logprobs(model, found), atol=1e-3)
@@ -94,7 +118,7 @@ def test_adapter_tensors_without_a_home_are_reported_missing(engine: VllmEngine,
     _, adapter = adapted(tiny_model_dir, seed=5)
     stray = "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"
     tensors = {**adapter.tensors, stray: torch.zeros(RANK, 64), stray.replace("lora_A", "lora_B"): torch.zeros(128, RANK)}
-    ack = engine.update_adapter(LoraTensors(RANK, ALPHA, adapter.target_modules, tensors), 5)
+    ack = engine.update_adapter(LoraTensors(RANK, ALPHA, adapter.target_modules, tensors), AdapterId("p", 5))
     assert ack.missing == {stray, stray.replace("lora_A", "lora_B")}
 
 
@@ -160,8 +184,8 @@ def test_a_request_that_vllm_loses_is_an_error_and_no_wait_without_end(engine: V
 
 def test_an_adapter_of_too_high_a_rank_is_refused(engine: VllmEngine, tiny_model_dir: Path) -> None:
     _, adapter = adapted(tiny_model_dir, seed=5)
-    with pytest.raises(WeightSyncError, match="rank"):
-        engine.update_adapter(LoraTensors(64, ALPHA, adapter.target_modules, adapter.tensors), 6)
+    with pytest.raises(ConfigError, match="rank 64 is larger"):
+        engine.update_adapter(LoraTensors(64, ALPHA, adapter.target_modules, adapter.tensors), AdapterId("p", 6))
 
 
 def test_base_weights_can_be_replaced_under_adapter_serving(engine: VllmEngine, tiny_model_dir: Path) -> None:
@@ -177,8 +201,8 @@ def test_base_weights_can_be_replaced_under_adapter_serving(engine: VllmEngine, 
     found = sample(engine)
     with model.disable_adapter():
         np.testing.assert_allclose(found.logprobs, expected_logprobs(model, found), atol=1e-3)
-    engine.update_adapter(adapter, 8)
-    found = sample(engine)
+    engine.update_adapter(adapter, AdapterId("p", 8))
+    found = sample(engine, AdapterId("p", 8))
     np.testing.assert_allclose(found.logprobs, expected_logprobs(model, found), atol=1e-3)
 
 

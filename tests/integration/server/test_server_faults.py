@@ -127,7 +127,7 @@ async def test_interrupted_requests_that_the_engine_does_not_take_again_fail_wit
     running = [asyncio.create_task(client.sample(PROMPT, SamplingParams(max_tokens=200), request_id=str(n))) for n in range(3)]
     await asyncio.to_thread(wait_until, lambda: len(server.worker._running) == 3)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "add", lambda _: 1 / 0)
+        patch.setattr(engine, "add", lambda *_: 1 / 0)
         with pytest.raises(EngineError, match="what a publish interrupted: division by zero"):
             await client.publish("abort")
     for result in await asyncio.gather(*running, return_exceptions=True):

@@ -133,6 +133,29 @@ def test_a_pass_of_several_policies_is_their_passes_apart(tiny_model_dir: Path) 
             assert_same(collected[policy], gradients(trainer, policy), relative=1e-4)
 
 
+def test_a_pack_of_several_policies_data_is_their_packs_apart(tiny_model_dir: Path) -> None:
+    policies = ("p", "q")
+    trainer = lora_trainer(tiny_model_dir, policies=policies, steps=1)
+    # The same data for both, in turns, so that every prompt is there once for each policy.
+    data = [datum for datum in make_data(groups=2, size=2) for _ in policies]
+    slots = [index % 2 for index in range(len(data))]
+    (mixed,) = pack_data(data, 1024, slots)
+    targets = np.array([data[d].targets[t] for d, t in zip(mixed.data_N, mixed.steps_N, strict=True)], np.int32)
+    assert mixed.slots_T is not None
+    with trainer._adapter_pass.using(policies, torch.from_numpy(mixed.slots_T)):
+        together = trainer._model.logprobs(mixed, targets, 1.0)
+    together.sum().backward()  # type: ignore[no-untyped-call]
+    for slot, policy in enumerate(policies):
+        collected = gradients(trainer, policy)
+        trainer._policies[policy].optimizer.clear_gradients()
+        for index in (i for i, s in enumerate(slots) if s == slot):
+            expected = trainer.forward(policy, [data[index]])["logprobs"][0]
+            found = together.detach().numpy()[mixed.data_N == index]
+            np.testing.assert_allclose(found, expected[mixed.steps_N[mixed.data_N == index]], atol=2e-5)
+            trainer.forward_backward(policy, [data[index]], LossConfig(name="cross_entropy"), -1.0)
+        assert_same(collected, gradients(trainer, policy), relative=1e-4)
+
+
 def test_several_adapters_without_slots_are_refused() -> None:
     with pytest.raises(ValueError, match="a slot for each token"), lora.AdapterPass().using(["p", "q"]):
         pass

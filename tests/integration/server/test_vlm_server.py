@@ -458,13 +458,13 @@ async def test_an_image_that_pending_work_needs_stays_until_it_is_done(server: S
     assert store is not None
     prompt = await conversation(server, picture(1))
     held: list[int] = []
-    add: Callable[[SampleRequest], None] = server.parts.engine.add
+    add: Callable[..., None] = server.parts.engine.add
 
-    def crowded(request: SampleRequest) -> None:
+    def crowded(request: SampleRequest, *adapter: None) -> None:
         store._max_bytes = 1
         store.add([picture(seed) for seed in range(20, 25)])
         held.append(len(store._encoded))
-        add(request)
+        add(request, *adapter)
 
     monkeypatch.setattr(server.parts.engine, "add", crowded)
     await server.client.sample(prompt, GREEDY)

@@ -14,10 +14,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from opentinker.client import http
 from opentinker.client.messages import AdamParams, Sample, SampleResult, SamplingParams, TokenChunk
 from opentinker.client.policy import PolicyClient
+from opentinker.config.job import LoraConfig
 from opentinker.errors import (
     AuthenticationError,
+    ConflictError,
     DeadlineError,
     InvalidRequestError,
+    NotFoundError,
     RateLimitedError,
     ServerLostError,
     TrainerError,
@@ -25,7 +28,7 @@ from opentinker.errors import (
 )
 from opentinker.server.front import create_app
 from opentinker.server.listener import Listener
-from opentinker.server.protocol import Completion, SampleWork, Work
+from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
 
 INFO = {"base_model": "tiny", "tokenizer_files": {"tokenizer.json": b"{}"}}
 
@@ -310,3 +313,28 @@ async def test_an_unreachable_server_is_a_typed_error_after_bounded_retries(monk
 async def test_something_that_is_no_server_is_a_typed_error() -> None:
     answer = httpx.Response(404, text="<html>")
     assert isinstance(http.error_of(answer, "http://x"), UnavailableError)
+
+
+async def test_a_policy_whose_creation_has_to_be_repeated_is_created_once_and_closed_with_its_creator(served: Served) -> None:
+    worker, flaky, client = served
+    flaky.failures = 3
+    other = await client.create_policy(LoraConfig(rank=4), name="other", seed=5)
+    await other.command("save", {"name": "mine"})
+    created, saved = worker.work
+    assert isinstance(created, CommandWork)
+    assert isinstance(saved, CommandWork)
+    assert (created.policy, created.command, created.args["seed"]) == ("other", "create", 5)
+    assert created.args["lora"]["rank"] == 4
+    assert saved.operation == "other:c:1"
+    flaky.failures = 2
+    await client.delete_policy("other")
+    assert [work.command for work in worker.work if isinstance(work, CommandWork)] == ["create", "save", "delete"]
+    with pytest.raises(NotFoundError):
+        await client.delete_policy("gone")
+
+
+async def test_a_policy_that_is_refused_says_why(served: Served) -> None:
+    worker, _, client = served
+    worker.problem = ConflictError("no room", hint="engine.max_adapters=2").to_problem()
+    with pytest.raises(ConflictError, match=r"engine\.max_adapters=2"):
+        await client.create_policy(LoraConfig())

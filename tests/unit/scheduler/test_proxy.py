@@ -14,7 +14,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from opentinker.client.policy import PolicyClient
-from opentinker.errors import JobFailedError, ServerLostError
+from opentinker.config.job import LoraConfig
+from opentinker.errors import AuthenticationError, JobFailedError, NotFoundError, ServerLostError
+from opentinker.policy_tokens import further_token
 from opentinker.scheduler import api
 from opentinker.scheduler.api import create_app
 from opentinker.scheduler.auth import new_api_key, new_server_secret, policy_token
@@ -300,6 +302,16 @@ async def test_the_policy_client_works_through_the_proxy_as_it_does_directly(wor
         results = await asyncio.gather(*(client.command("save", {"name": str(i)}) for i in range(20)))
         assert all(result["version"] == 1 for result in results)
         assert (await client.state())["next_seq"] == 20
+        other = await client.create_policy(LoraConfig(), name="other")  # the scheduler has never heard of it
+        assert await other.state() == {"policy": "other", "version": 1, "next_seq": 1}
+        assert (await other.command("save", {"name": "mine"}))["version"] == 1
+        with pytest.raises(NotFoundError):
+            await other.delete_policy("other")
+        stranger = PolicyClient(other._http.endpoint, further_token(server["token"], "never-created"), "never-created")
+        with pytest.raises(AuthenticationError):
+            await stranger.state()
+        await stranger.close()
+        await client.delete_policy("other")
         await client.close()
 
 

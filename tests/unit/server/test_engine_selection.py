@@ -2,8 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from opentinker.config.job import EngineConfig, LoraConfig
+from opentinker.config.job import EngineConfig, parse_job
 from opentinker.errors import ConfigError
 from opentinker.server.engine import select
 
@@ -45,11 +46,21 @@ def test_explicit_lora_serving_is_kept() -> None:
     assert select.resolve_lora_serving(EngineConfig(lora_serving="merge"), "vllm", "cuda") == "merge"
 
 
-def test_the_transformers_engine_refuses_to_serve_adapters(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    config = EngineConfig(kind="transformers", lora_serving="adapter")
-    with pytest.raises(ConfigError, match="adapter"):
-        select.create_engine(tmp_path, config, "float32", lora=LoraConfig(), stop_token_ids=())
+@pytest.mark.parametrize("kind", ["vllm", "transformers"])
+def test_several_adapters_are_served_on_every_engine(kind: select.EngineKind) -> None:
+    assert select.resolve_lora_serving(EngineConfig(max_adapters=2), kind, "cpu") == "adapter"
+
+
+def test_several_adapters_are_not_merged() -> None:
+    with pytest.raises(ValidationError, match="max_adapters=2 needs adapters that are served"):
+        EngineConfig(max_adapters=2, lora_serving="merge")
+
+
+def test_several_adapters_need_a_job_with_an_adapter() -> None:
+    job = {"kind": "interactive", "base_model": "m", "engine": {"max_adapters": 2}}
+    with pytest.raises(ConfigError, match="this job has no lora"):
+        parse_job(job)
+    assert parse_job(job | {"lora": {}}).engine.max_adapters == 2
 
 
 def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:

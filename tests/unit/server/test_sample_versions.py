@@ -3,7 +3,7 @@
 A real worker and the real commands, over an engine and a trainer that only count.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from opentinker.client.messages import Datum, FloatArray, IntArray, Sample, SampleRequest, SampleResult, TokenChunk
 from opentinker.errors import VersionNotServedError, from_problem
 from opentinker.server.digest import tensor_digest
-from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
+from opentinker.server.engine.base import AdapterId, NamedTensors, RolloutEngine, WeightAck
 from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
 from opentinker.server.state import Parts
 from opentinker.server.trainer.base import Trainer
@@ -35,7 +35,7 @@ class CountingEngine:
         self.reach = True
         self._left: dict[str, tuple[SampleRequest, int]] = {}
 
-    def add(self, request: SampleRequest) -> None:
+    def add(self, request: SampleRequest, adapter: AdapterId | None = None) -> None:
         self._left[request.request_id] = (request, STEPS)
 
     def step(self) -> list[SampleResult]:
@@ -52,12 +52,13 @@ class CountingEngine:
     def has_unfinished(self) -> bool:
         return bool(self._left)
 
-    def abort_all(self) -> list[SampleRequest]:
-        unfinished = [request for request, _ in self._left.values()]
-        self._left.clear()
-        return unfinished
+    def abort(self, request_ids: Collection[str]) -> list[SampleRequest]:
+        return [self._left.pop(name)[0] for name in list(self._left) if name in request_ids]
 
-    def prompt_logprobs(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
+    def abort_all(self) -> list[SampleRequest]:
+        return self.abort(set(self._left))
+
+    def prompt_logprobs(self, prompts: Sequence[IntArray], adapter: AdapterId | None = None) -> list[FloatArray]:
         return [np.zeros(len(prompt), np.float32) for prompt in prompts]
 
     def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:

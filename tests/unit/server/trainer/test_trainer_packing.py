@@ -58,6 +58,23 @@ def test_a_pack_exceeds_the_budget_only_for_a_single_datum(data: list[Datum], pa
             assert len(set(pack.data_N.tolist())) == 1
 
 
+@given(batches(), st.integers(1, 40), st.data())
+def test_data_of_several_policies_are_each_computed_in_their_own_slot(
+    data: list[Datum], pack_tokens: int, choice: st.DataObject
+) -> None:
+    slots = [choice.draw(st.integers(-1, 2)) for _ in data]
+    covered = []
+    for pack in pack_data(data, pack_tokens, slots):
+        assert pack.slots_T is not None
+        assert len(pack.slots_T) == len(pack)
+        for row, index, step in zip(pack.rows_N, pack.data_N, pack.steps_N, strict=True):
+            covered.append((int(index), int(step)))
+            assert seen_tokens(pack, int(row)) == data[index].tokens[: step + 1].tolist()
+            (group,) = [g for g in pack.groups if g.start <= row < g.stop]
+            assert set(pack.slots_T[group.start : group.stop].tolist()) == {slots[index]}
+    assert sorted(covered) == [(i, int(t)) for i, d in enumerate(data) for t in np.flatnonzero(d.weights)]
+
+
 def test_a_shared_prompt_is_laid_out_once() -> None:
     prompt = [5, 6, 7]
     data = [datum([*prompt, a, b], [0, 0, 1, 1, 1]) for a, b in permutations((1, 2, 3), 2)]
