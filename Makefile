@@ -13,8 +13,16 @@ ARGS ?=
 demo: setup
 	$(BIN)/opentinker demo $(ARGS)
 
+# All tests: those that wait more than they compute side by side, then those that start Ray and engines one by one. A test
+# that fails runs once more, and the summary names it (RERUN): two failures fail the run, one is a bug to be found in daylight.
+# With ARGS, the tests that they name.
 test: setup
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest --reruns 1 --numprocesses 4 --dist worksteal tests/unit tests/conformance
+	$(BIN)/python -m pytest --reruns 1 --durations 25 tests/integration tests/e2e
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 setup: $(STAMP)
 
