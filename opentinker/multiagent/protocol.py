@@ -96,7 +96,7 @@ class ModeratorChooses:
         if self.moderator not in table.present:
             return Turn((_after(table),))
         chosen = tuple(agent for agent in table.present if agent in table.named and agent != self.moderator)
-        return Turn(chosen, together=True) if table.last == (self.moderator,) and chosen else Turn((self.moderator,))
+        return Turn(chosen, together=len(chosen) > 1) if table.last == (self.moderator,) and chosen else Turn((self.moderator,))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class EnvironmentChooses:
 
     def next_turn(self, table: Table) -> Turn:
         chosen = tuple(agent for agent in table.present if agent in table.named)
-        return Turn(chosen, together=True) if chosen else Turn((_after(table),))
+        return Turn(chosen, together=len(chosen) > 1) if chosen else Turn((_after(table),))
 
 
 BUILT_IN: Mapping[str, type[Any]] = {

@@ -5,6 +5,7 @@
 | Reset (PENDING)         | ResetDone                             | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | AwaitTurn (PENDING)     | TurnGranted, or EpisodeEnded -> done  | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | Generate (GENERATING)   | ActionSampled, or EpisodeEnded -> done | Failed -> error_generation, DeadlinePassed -> ...    |
+|                         | or TurnLost -> PENDING                |                                                       |
 | Step (INTERACTING)      | StepDone, or EpisodeEnded -> done     | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | Finalize (INTERACTING)  | Finalized                             | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | Finish (TERMINATED)     |                                       | none                                                  |
@@ -67,6 +68,11 @@ class TurnGranted:
 
 
 @dataclass(frozen=True)
+class TurnLost:
+    """In a multi-agent episode: the action came too late, and the others go on. It is as if the turn had not been granted."""
+
+
+@dataclass(frozen=True)
 class EpisodeEnded:
     """In a multi-agent episode: it is over for this agent, by what another did. `reward` is for its last action."""
 
@@ -117,7 +123,9 @@ class Cancelled:
     pass
 
 
-Event = ResetDone | TurnGranted | EpisodeEnded | ActionSampled | StepDone | Finalized | Failed | DeadlinePassed | Cancelled
+SharedEvent = TurnGranted | TurnLost | EpisodeEnded
+"""Only in a multi-agent episode."""
+Event = ResetDone | SharedEvent | ActionSampled | StepDone | Finalized | Failed | DeadlinePassed | Cancelled
 
 
 @dataclass(frozen=True)
@@ -197,6 +205,8 @@ class EpisodeMachine:
         self._images: dict[str, ImageChunk] = {}
         self._news: tuple[Message, ...] = ()
         """What was shown while the agent waits for its turn."""
+        self._shown_last: tuple[Message, ...] = ()
+        """What the turn that is being played began with."""
         self._early = 0.0
         """What it earned before it ever acted: its first action's."""
         self.error = ""
@@ -233,6 +243,8 @@ class EpisodeMachine:
                 return self._shown((), observation)
             case AwaitTurn(), TurnGranted() as granted:
                 return self._granted(granted)
+            case Generate(), TurnLost() if self._waits_for_turn:
+                return self._taken_back()
             case AwaitTurn() | Generate() | Step() as request, EpisodeEnded() as end if self._waits_for_turn:
                 if isinstance(request, Step):
                     self._earn_by_turn(0.0)
@@ -314,7 +326,18 @@ class EpisodeMachine:
         observation, self._news = self._news + granted.observation, ()
         if not observation:
             return self._fail(Termination.ERROR_ENV, "it is the agent's turn, and it was shown nothing since its last action")
+        self._shown_last = observation
         return self._observed(self._last_action(), observation)
+
+    def _taken_back(self) -> AwaitTurn:
+        """Undo what `_observed` did; the observation will be shown again."""
+        self.trajectories[-1].runs.pop()
+        if not self.trajectories[-1].runs:
+            self.trajectories.pop()
+            self.prefix_breaks -= bool(self.trajectories)
+        del self.messages[len(self.messages) - len(self._shown_last) :]
+        self._news = self._shown_last
+        return AwaitTurn()
 
     def _observed(self, action: Sequence[int], observation: tuple[Message, ...]) -> Request:
         """Append the observation if it leaves room for an answer."""

@@ -80,7 +80,9 @@ def test_alternating_begins_with_the_first_seat_and_changes_after_each_action() 
 def test_the_moderator_acts_before_and_after_whom_it_chose() -> None:
     protocol, seats = ModeratorChooses("chair"), ("ann", "bob", "chair")
     assert protocol.next_turn(Table(seats, seats)) == Turn(("chair",))
-    assert protocol.next_turn(Table(seats, seats, last=("chair",), named=("bob",))) == Turn(("bob",), together=True)
+    assert protocol.next_turn(Table(seats, seats, last=("chair",), named=("bob",))) == Turn(("bob",))
+    both = Table(seats, seats, last=("chair",), named=("bob", "ann"))
+    assert protocol.next_turn(both) == Turn(("ann", "bob"), together=True)
     assert protocol.next_turn(Table(seats, seats, last=("bob",))) == Turn(("chair",))
     assert protocol.next_turn(Table(seats, seats, last=("chair",), named=("chair",))) == Turn(("chair",)), "it chose itself"
     assert protocol.next_turn(Table(seats, ("ann", "chair"), last=("chair",), named=("bob",))) == Turn(("chair",)), "bob left"

@@ -30,6 +30,7 @@ from opentinker.rollout.machine import (
     Step,
     StepDone,
     TurnGranted,
+    TurnLost,
 )
 from opentinker.rollout.trajectory import RunKind
 from opentinker.rollout.types import EpisodeStatus, Termination
@@ -232,6 +233,27 @@ def test_an_agent_whose_action_is_not_done_when_the_episode_ends_keeps_its_earli
         assert sum(t.actions for t in subject.trajectories) == len(rewards)
 
 
+@pytest.mark.parametrize("keeps_prefix", [True, False])
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_turn_that_is_lost_is_as_if_it_had_not_been_granted(turns: int, keeps_prefix: bool) -> None:
+    def played(*lost: Event) -> EpisodeMachine:
+        subject = machine(keeps_prefix, waits=True, room=200, max_turns=9)
+        subject.handle(RESET)
+        for _ in range(turns):
+            for event in (TurnGranted(user("other")), ACT, GOES_ON):
+                subject.handle(event)
+        for event in lost:
+            subject.handle(event)
+        subject.handle(TurnGranted(user("again")))
+        return subject
+
+    whole = played()
+    late = played(TurnGranted(), TurnLost(), TurnGranted(), TurnLost())
+    assert [t.tokens.tolist() for t in late.trajectories] == [t.tokens.tolist() for t in whole.trajectories]
+    assert isinstance(late.pending, Generate)
+    assert (late.messages, late.prefix_breaks, late.rewards) == (whole.messages, whole.prefix_breaks, whole.rewards)
+
+
 def test_an_agent_that_was_shown_nothing_cannot_act() -> None:
     subject = machine(waits=True)
     for event in (RESET, TurnGranted(), ACT, StepDone(0.0, False)):
@@ -247,11 +269,12 @@ def test_waiting_for_a_turn_can_fail(event: Event, end: Termination) -> None:
     assert subject.handle(event) == Finish(end)
 
 
-EVENTS: list[Event] = [RESET, TurnGranted(), EpisodeEnded(), ACT, GOES_ON, Finalized(1.0), LATE, BROKEN, Cancelled()]
+SHARED: list[Event] = [TurnGranted(), TurnLost(), EpisodeEnded()]
+EVENTS: list[Event] = [RESET, *SHARED, ACT, GOES_ON, Finalized(1.0), LATE, BROKEN, Cancelled()]
 LEGAL: dict[type, tuple[type, ...]] = {
     Reset: (ResetDone, DeadlinePassed, Failed, Cancelled),
     AwaitTurn: (TurnGranted, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
-    Generate: (ActionSampled, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
+    Generate: (ActionSampled, TurnLost, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
     Step: (StepDone, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
     Finalize: (Finalized, DeadlinePassed, Failed, Cancelled),
     Finish: (),
