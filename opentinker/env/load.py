@@ -84,7 +84,8 @@ def _named(name: str, base_dir: Path | None) -> object:
 
 
 def _built_in(name: str) -> object:
-    known: dict[str, str] = importlib.import_module("opentinker.environments.registry").BUILT_IN
+    registry = importlib.import_module("opentinker.environments.registry")
+    known: dict[str, str] = registry.BUILT_IN | registry.FOR_AGENTS
     if name not in known:
         hint = f"{nearest(name, known)}; your own is named path/to/file.py:Class"
         raise EnvironmentLoadError(f"there is no built-in environment '{name}'", hint=hint)
