@@ -78,8 +78,8 @@ class Negotiation(MultiAgentEnvironment):
         return (
             f"You are {name}. You, {' and '.join(other for other in self.agents if other != name)} divide {self._coins} coins. "
             f"Each in turn proposes how many {', '.join(self.agents)} get, such as: {example}. Or say: accept. The last "
-            f"proposal counts as soon as somebody else accepts it. Without agreement after {self._rounds} rounds nobody gets any. "
-            f"All coins together are worth {self._values[name]:g} to you."
+            f"proposal counts as soon as somebody else accepts it. Without agreement after {self._rounds} rounds nobody gets "
+            f"any. All coins together are worth {self._values[name]:g} to you."
         )
 
 

@@ -14,8 +14,6 @@ class TurnsConfig(Config):
 
     turn_timeout_s: Annotated[float, Field(gt=0.0)] = 300.0
     """Longest time from when a turn is granted until its action is there."""
-    barrier_timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
-    """Longest time that learners in different processes wait for one of them after the first has finished a phase."""
     on_late: OnLate = "abort"
     """What becomes of an episode in which an agent's turn takes too long or its policy fails: 'abort' = it ends in an error and
     is run anew; 'forfeit' = the agent leaves and the environment says how the others go on; 'skip' = its turn is lost; 'fail' =
