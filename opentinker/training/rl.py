@@ -41,6 +41,7 @@ from opentinker.training.evaluation import summarize_groups
 from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
 from opentinker.training.policy import TrainedPolicy
 from opentinker.training.ppo import critic_step, token_advantages
+from opentinker.training.proximal import with_proximal_logprobs
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
 from opentinker.training.tasks import JobTasks
@@ -248,6 +249,8 @@ class RLLoop:
         if isinstance(config.algorithm, PPOConfig):
             members = token_advantages(members, config.algorithm)
         batch = build_batch(members, self._advantages, config.algorithm, longest_tokens=config.sampling.max_tokens)
+        if config.algorithm.mismatch.active and not config.algorithm.one_update:
+            batch = await with_proximal_logprobs(self._policy, batch, config.sampling.temperature)
         optimizer = scheduled(config.training, number, config.training.stop.factor**self._reductions)
         trained = await self._train(batch, optimizer)
         ended = time.monotonic()
@@ -304,14 +307,12 @@ class RLLoop:
         return any(values.any() for values in self._advantages([rewards])[0])
 
     async def _scored(self, groups: list[list[Member]]) -> list[list[Member]]:
-        """The members with what the algorithm needs from the model: reference logprobs, and the trainer's own and the critic's
-        values before the update."""
+        """The members with what their advantages and losses need from the model: reference logprobs, and the critic's values
+        before the update."""
         algorithm = self.config.algorithm
         names: dict[TokenScore, str] = {}
         if algorithm.kl.coefficient:
             names["reference_logprobs"] = "reference_logprobs"
-        if algorithm.mismatch.active and not algorithm.one_update:
-            names["logprobs"] = "proximal_logprobs"
         if isinstance(algorithm, PPOConfig):
             names["values"] = "old_values"
         data = [datum for members in groups for member in members for datum in member.data]
