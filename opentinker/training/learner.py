@@ -12,6 +12,7 @@ from opentinker.rollout.types import Group
 from opentinker.training.batch import Batch, Member, build_batch, members_of, turn_rewards
 from opentinker.training.policy import TrainedPolicy
 from opentinker.training.ppo import critic_step, token_advantages
+from opentinker.training.proximal import with_proximal_logprobs
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Learner:
         if isinstance(self.algorithm, PPOConfig):
             members = token_advantages(members, self.algorithm)
         batch = build_batch(members, self._advantages, self.algorithm, longest_tokens=self._sampling.max_tokens)
+        if self.algorithm.mismatch.active and not self.algorithm.one_update:
+            batch = await with_proximal_logprobs(self._policy, batch, self._sampling.temperature)
         return Learned(batch, await self._train(batch, optimizer, step))
 
     def teaches(self, group: Group) -> bool:
@@ -58,14 +61,12 @@ class Learner:
         return any(values.any() for values in self._advantages([rewards])[0])
 
     async def _scored(self, groups: list[list[Member]]) -> list[list[Member]]:
-        """The members with what the algorithm needs from the model: reference logprobs, and the trainer's own and the critic's
-        values before the update."""
+        """The members with what their advantages and losses need from the model: reference logprobs, and the critic's values
+        before the update."""
         algorithm = self.algorithm
         names: dict[TokenScore, str] = {}
         if algorithm.kl.coefficient:
             names["reference_logprobs"] = "reference_logprobs"
-        if algorithm.mismatch.active and not algorithm.one_update:
-            names["logprobs"] = "proximal_logprobs"
         if isinstance(algorithm, PPOConfig):
             names["values"] = "old_values"
         data = [datum for members in groups for member in members for datum in member.data]
