@@ -23,7 +23,7 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.rendering.chunks import NO_IMAGES, Images
-from opentinker.rollout import episode as episode_module
+from opentinker.rollout import sampler as sampler_module
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Episode, Termination
 
@@ -106,7 +106,7 @@ class Echo(Environment):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     Echo.closed = []
-    monkeypatch.setattr(episode_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(sampler_module, "FIRST_BACKOFF_S", 0.001)
 
 
 def runner(
