@@ -151,7 +151,7 @@ def job(steps: int, learning_rate: float) -> RLJobConfig:
 async def duel(warm: Path, folder: Path, steps: int, learning_rate: float) -> tuple[list[Any], CrossPlay, float]:
     """Train both; the rows, the cross-play of the beginnings and the ends, and the largest sum of a game's rewards."""
     config = job(steps, learning_rate)
-    environment = load_environment(Terse)  # type: ignore[arg-type]
+    environment = load_environment(Terse)
     async with serving(
         warm, folder / "checkpoints", lora=LORA, lora_serving="adapter", max_adapters=4, max_model_len=512
     ) as server:
