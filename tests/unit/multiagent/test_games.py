@@ -119,7 +119,7 @@ class Relay(MultiAgentEnvironment):
 def runner(
     environment: type[MultiAgentEnvironment], on_late: OnLate = "abort", turn_timeout_s: float = 60.0, **config: Any
 ) -> GameRunner:
-    loaded = load_environment(environment)  # type: ignore[arg-type]
+    loaded = load_environment(environment)
     seats = Seats(environment.agents, environment.protocol)
     turns = TurnsConfig(on_late=on_late, turn_timeout_s=turn_timeout_s)
     return GameRunner(loaded, seats, RolloutConfig(**config), turns, run_seed=0)
@@ -413,7 +413,7 @@ def test_a_class_that_cannot_be_played_is_not_loaded() -> None:
 
     for environment, says in ((NoAgents, "names no agents"), (ThreeAlternate, "takes 2 agents"), (Empty, "defines no reset")):
         with pytest.raises(EnvironmentLoadError, match=says):
-            load_environment(environment)  # type: ignore[arg-type]
+            load_environment(environment)
 
 
 async def test_nothing_is_left_running_when_a_run_is_cancelled() -> None:
