@@ -114,7 +114,7 @@ class Submissions:
             start = await asked, source
             resolved["start_from"] = str(start[0])
         nodes = await self._launcher.nodes()
-        demand = demand_of(parsed.resources, nodes, self._reconciler.node_types)
+        demand = demand_of(parsed.resources, nodes, self._reconciler.node_types, ranks=parsed.trainer_ranks)
         await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use.read(nodes))
         self._vault.check(owner, secrets_named(parsed).values())
         check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)

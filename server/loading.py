@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from opentinker.config.job import LoraConfig, ServerConfig
+from opentinker.config.job import LoraConfig, ServerConfig, TrainerConfig
+from opentinker.errors import ConfigError
 from opentinker.server.engine.select import create_engine, resolve_engine_kind, resolve_lora_serving
 from opentinker.server.images import ImageProcessor, ImageStore
 from opentinker.server.models import stop_token_ids, tokenizer_files
 from opentinker.server.state import Parts
 from opentinker.server.sync import canary_prompts
+from opentinker.server.trainer.lead_trainer import LeadTrainer
 from opentinker.server.trainer.trainer import TorchTrainer
 from opentinker.server.vision import takes_images
 
@@ -32,8 +34,8 @@ def load_parts(model_dir: Path, config: ServerConfig, lora: LoraConfig | None, c
     if config.trainer is None:
         return Parts(engine, None, model_dir, checkpoint_root, images=images)
     try:
-        trainer = TorchTrainer(model_dir, config.trainer, device=device(), images=images)
         canaries = canary_prompts(model_dir / "tokenizer.json", images, engine.max_model_len)
+        trainer = _load_trainer(model_dir, config.trainer, images)
     except BaseException:
         engine.close()
         raise
@@ -49,6 +51,16 @@ def load_parts(model_dir: Path, config: ServerConfig, lora: LoraConfig | None, c
         max_adapters=config.engine.max_adapters,
         kept_versions=config.engine.kept_versions,
     )
+
+
+def _load_trainer(model_dir: Path, config: TrainerConfig, images: ImageStore | None) -> TorchTrainer:
+    if config.ranks == 1:
+        return TorchTrainer(model_dir, config, device=device(), images=images)
+    if images is not None:
+        raise ConfigError(
+            f"trainer.ranks={config.ranks}: a vision-language model is trained on one rank", hint="set trainer.ranks=1"
+        )
+    return LeadTrainer(model_dir, config, device=device())
 
 
 def server_info(model_dir: Path, config: ServerConfig, parts: Parts) -> dict[str, Any]:

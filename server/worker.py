@@ -150,7 +150,11 @@ class Worker:
             log.exception("compute thread failed")
             self._error = error
         finally:
-            parts.engine.close()
+            try:
+                parts.engine.close()
+            finally:
+                if parts.training is not None:
+                    parts.training.close()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
@@ -181,6 +185,8 @@ class Worker:
         except Exception as error:
             kind = EngineError if work.command == "publish" else TrainerError
             self._fail([work.operation], _explained(error, kind, f"{work.command} failed"))
+            if isinstance(error, ServerLostError):
+                raise  # nothing can be done here any more; the scheduler starts another server, or fails the job
         else:
             self._complete([Completion(work.operation, result)])
         release_free_memory()
