@@ -15,13 +15,14 @@ from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig
 from opentinker.config.job import TrainerConfig
 from opentinker.errors import ConfigError
 from opentinker.server.trainer.base import ForwardBackwardResult
+from opentinker.server.trainer.gathered import Gathered
 from opentinker.server.trainer.losses import merge_metrics
 from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.packing import pack_data
 from opentinker.server.trainer.rank_process import LOAD_S, RankProcesses, RankSpec
 from opentinker.server.trainer.rank_trainer import AgreedError, RankTrainer
 from opentinker.server.trainer.ranks import Meeting, Ranks, buckets
-from opentinker.server.trainer.row_optimizer import Gathered, RowOptimizer
+from opentinker.server.trainer.row_optimizer import RowOptimizer
 from opentinker.server.trainer.shares import Share, share_out
 from opentinker.server.trainer.trainer import looked_at_together, zeros
 
@@ -139,7 +140,7 @@ class LeadTrainer(RankTrainer):
                     yield name, parameters[name].detach()
             yield from self._gather("model", [name for name in names if name in sharded], sharded)
 
-        return Gathered(list(parameters), gather)
+        return Gathered(parameters, gather)
 
     def _gather(self, source: str, names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) of each, a bucket after the other; whoever asks may stop anywhere."""

@@ -1,47 +1,14 @@
 """The optimizer of one policy on several ranks: each keeps masters and moments of its rows, and steps those."""
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from opentinker.server.trainer.gathered import Gather, Gathered
 from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.ranks import Ranks
-
-Gather = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
-"""(name, full tensor) of each name, in order."""
-
-
-class Gathered(Mapping[str, torch.Tensor]):
-    """Full tensors by name that are gathered from the ranks when they are asked for, several at a time by `items`."""
-
-    def __init__(self, names: Sequence[str], gather: Gather) -> None:
-        self._names, self._gather = dict.fromkeys(names), gather
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        ((_, tensor),) = self._gather([name])
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def items(self) -> ItemsView[str, torch.Tensor]:
-        return _GatheredItems(self, self._gather)
-
-
-class _GatheredItems(ItemsView[str, torch.Tensor]):
-    def __init__(self, mapping: Gathered, gather: Gather) -> None:
-        super().__init__(mapping)
-        self._names, self._gather = list(mapping), gather
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._gather(self._names)
 
 
 class RowOptimizer(MasterOptimizer):
@@ -106,7 +73,7 @@ class RowOptimizer(MasterOptimizer):
 
     def state(self) -> Mapping[str, torch.Tensor]:
         assert self._gather is not None, "only the rank that saves asks for the state"
-        return Gathered(list(self.held()), self._gather)
+        return Gathered(self.like(), self._gather)
 
     def like(self) -> dict[str, torch.Tensor]:
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
