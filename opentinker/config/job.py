@@ -145,7 +145,7 @@ class Resources(Config):
 
     gpus: Gpus | None = None
     """GPUs on one node; None = one GPU if the cluster has any, otherwise one CPU slot; 0 = one CPU slot. A fraction, such as
-    0.25, shares one GPU with other fractions."""
+    0.25, shares one GPU with other fractions. With `trainer.ranks` it is one for each rank."""
     layout: Literal["colocated", "split"] = "colocated"
     """'colocated' keeps trainer and rollout engine on the same GPUs; 'split' sizes them apart (not yet served)."""
     trainer: RoleResources | None = None
