@@ -96,9 +96,18 @@ class TrainerConfig(Config):
     ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that train together, each on a GPU of its own, or on a CPU slot. Each computes a part of every batch, and holds
     a share of the optimizer's state and, if the full parameters are trained, of the layers."""
+    shard_base: bool = False
+    """With several ranks and an adapter: share out the layers of the frozen base model, too, so that larger ones fit. Each pass
+    then gathers them, so it is slower. Full parameters are always shared out."""
     drift_limit: Annotated[float, Field(gt=0.0)] = 3.0
     """A publish fails when engine and trainer logprobs on fixed prompts differ by more than this many times version 0's
     difference (and by more than 0.05)."""
+
+    @model_validator(mode="after")
+    def _shared_out_among_several(self) -> "TrainerConfig":
+        if self.shard_base and self.ranks == 1:
+            raise ValueError("shard_base shares out the base model among ranks, and there is one; set ranks to 2 or more")
+        return self
 
 
 class ServerConfig(Config):

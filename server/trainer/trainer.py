@@ -73,8 +73,8 @@ class TorchTrainer:
         self._images = images
         self._adapter_pass = lora.AdapterPass()
         self._policies: dict[str, _Policy] = {}
-        self._model = self._load_base()
         self._base: str | None = None
+        self._model = self._load_base()
         self._reference: PackedModel | None = None
         """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
@@ -244,7 +244,8 @@ class TorchTrainer:
         adapted = self._adapted_layers(policy) if self.is_lora(policy) else {}
         for name, tensor in self._whole(self._model.names).items():
             layer = adapted.get(name)
-            yield name, tensor.detach() if layer is None else lora.merged_weight(layer, policy)
+            weight = tensor.detach()
+            yield name, weight if layer is None else lora.merged_weight(weight, layer, policy)
 
     def _whole(self, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.Tensor]:
         """The parameters as full tensors; each is valid until the next one is asked for."""

@@ -27,8 +27,8 @@ BATCHES = [make_data(2, 4, seed=0), make_data(3, 3, seed=1), make_data(1, 1, see
 """The third has data for one rank only."""
 
 
-def start(model_dir: Path, *, dtype: str = "float32", timeout_s: float = 60.0) -> LeadTrainer:
-    config = TrainerConfig.model_validate({"dtype": dtype, "pack_tokens": 64, "ranks": 2})
+def start(model_dir: Path, *, timeout_s: float = 60.0, **more: Any) -> LeadTrainer:
+    config = TrainerConfig.model_validate({"dtype": "float32", "pack_tokens": 64, "ranks": 2, **more})
     return LeadTrainer(model_dir, config, device="cpu", timeout_s=timeout_s)
 
 
@@ -249,6 +249,28 @@ def test_bfloat16_weights_have_float32_masters_on_two_ranks(tiny_model_dir: Path
         for name, tensor in weights(two).items():
             if f"master/{name}" in masters:
                 assert torch.equal(masters[f"master/{name}"].bfloat16(), tensor)
+    finally:
+        two.close()
+
+
+def test_adapters_learn_the_same_on_a_base_that_is_sharded(one: TorchTrainer, tiny_model_dir: Path, tmp_path: Path) -> None:
+    two = start(tiny_model_dir, shard_base=True)
+    try:
+        create((one, two), {"rank": 4}, critic={"rank": 2})
+        for data in BATCHES[:3]:
+            ends = [train(trainer, data) for trainer in (one, two)]
+            assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+        assert_same(weights(two), weights(one), relative=1e-5)
+        for name in ("logprobs", "reference_logprobs", "values"):
+            mine, theirs = (trainer.forward("p", BATCHES[3], compute=(name,))[name] for trainer in (two, one))  # type: ignore[arg-type, index]
+            for a, b in zip(mine, theirs, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-5)
+        one.save("p", tmp_path / "c")
+        two.load("p", tmp_path / "c")
+        assert_same(weights(two), weights(one))
+        two.delete_policy("p")
+        create((two,), None)
+        train(two, BATCHES[0])
     finally:
         two.close()
 
