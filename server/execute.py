@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from opentinker.errors import CheckpointError, InvalidRequestError, OpenTinkerEr
 from opentinker.server.engine.base import AdapterId
 from opentinker.server.images import resolved
 from opentinker.server.keeping import DRIVER, check_keep_last, driver_json, prune, read_driver, tags
+from opentinker.server.overlap import SWITCHING
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import Hosted, State
 from opentinker.server.sync import first_measure, publish, push, restore, serve
@@ -47,7 +49,8 @@ def execute(state: State, work: CommandWork) -> dict[str, Any]:
     """
     if work.command not in ("create", "delete"):
         _ = state.parts.trainer  # raises where there is none
-    return _COMMANDS[work.command](state, work.policy, work.args)
+    with state.turn() if work.command in SWITCHING else nullcontext():
+        return _COMMANDS[work.command](state, work.policy, work.args)
 
 
 def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +156,10 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
             if len(minibatches) > 1:
                 error.detail = f"minibatch {len(reports)} of {len(minibatches)}: {error.detail}; those before it were applied"
             raise
-    published = publish(state, policy, "drain") if will_publish else None
+    published = None
+    if will_publish:
+        with state.turn():
+            published = publish(state, policy, "drain")
     return {"minibatches": reports, "version": hosted.version, "publish": published}
 
 

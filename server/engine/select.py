@@ -8,7 +8,7 @@ from typing import Literal
 
 from opentinker.config.job import EngineConfig, LoraConfig
 from opentinker.errors import ConfigError
-from opentinker.server.engine.base import RolloutEngine
+from opentinker.server.engine.host import BucketEngine
 from opentinker.server.images import ImageStore
 
 EngineKind = Literal["vllm", "transformers"]
@@ -48,7 +48,7 @@ def create_engine(
     lora: LoraConfig | None,
     stop_token_ids: Sequence[int],
     images: ImageStore | None = None,
-) -> RolloutEngine:
+) -> BucketEngine:
     """Start the engine that `config` means; `lora` is the adapter config of the job's own policy, if it has one, and `images`
     are there if the model takes any.
 
