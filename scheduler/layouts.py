@@ -30,7 +30,7 @@ def request_of(config: JobConfig, present: Sequence[Node], kinds: Sequence[NodeT
     Raises:
         ConfigError: the cluster could never hold it, or it is one that servers cannot do.
     """
-    resources = config.resources
+    resources = _sized(config, [*present, *addable(kinds)])
     if resources.layout == "colocated":
         return (demand_of(resources, present, kinds),)
     _check_split(resources)
@@ -44,6 +44,21 @@ def request_of(config: JobConfig, present: Sequence[Node], kinds: Sequence[NodeT
             hint="lower resources.trainer.gpus or resources.rollout.gpus (0 = a CPU slot), or use resources.layout=colocated",
         )
     return request
+
+
+def _sized(config: JobConfig, nodes: Sequence[Node]) -> Resources:
+    """With as many GPUs as a tensor-parallel engine has ranks, where there are GPUs and the job does not say."""
+    resources, ranks = config.resources, config.engine.tensor_parallel
+    if ranks == 1 or not any(node.gpus for node in nodes):
+        return resources
+    if resources.layout == "colocated":
+        return resources if resources.gpus is not None else resources.model_copy(update={"gpus": ranks})
+    rollout = resources.roles["rollout"]
+    return (
+        resources
+        if rollout.gpus is not None
+        else resources.model_copy(update={"rollout": rollout.model_copy(update={"gpus": ranks})})
+    )
 
 
 def _check_split(resources: Resources) -> None:

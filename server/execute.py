@@ -142,20 +142,23 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
     if will_publish:
         state.check_samples(policy)
     reports: list[dict[str, Any]] = []
-    for minibatch in minibatches:
-        try:
-            part = [data[i] for i in minibatch.indices]
-            report: dict[str, Any] = {}
-            if critic is not None:  # first, so that no failure of it leaves the policy ahead
-                step = _trained(trainer, policy, part, critic.loss, minibatch.factor, critic.optimizer, critic=True)
-                report["critic"] = step
-            if critic is None or not critic.alone:
-                report |= _trained(trainer, policy, part, loss, minibatch.factor, optimizer)
-            reports.append(report)
-        except OpenTinkerError as error:
-            if len(minibatches) > 1:
-                error.detail = f"minibatch {len(reports)} of {len(minibatches)}: {error.detail}; those before it were applied"
-            raise
+    sleeper = state.parts.sleeper
+    with nullcontext() if sleeper is None else sleeper.asleep():
+        for minibatch in minibatches:
+            try:
+                part = [data[i] for i in minibatch.indices]
+                report: dict[str, Any] = {}
+                if critic is not None:  # first, so that no failure of it leaves the policy ahead
+                    step = _trained(trainer, policy, part, critic.loss, minibatch.factor, critic.optimizer, critic=True)
+                    report["critic"] = step
+                if critic is None or not critic.alone:
+                    report |= _trained(trainer, policy, part, loss, minibatch.factor, optimizer)
+                reports.append(report)
+            except OpenTinkerError as error:
+                if len(minibatches) > 1:
+                    done = f"minibatch {len(reports)} of {len(minibatches)}"
+                    error.detail = f"{done}: {error.detail}; those before it were applied"
+                raise
     published = None
     if will_publish:
         with state.turn():

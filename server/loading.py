@@ -11,7 +11,7 @@ from opentinker.config.job import LoraConfig, ServerConfig
 from opentinker.server.engine.base import RolloutEngine
 from opentinker.server.engine.host import BucketEngine, HostedEngine
 from opentinker.server.engine.remote import RemoteEngine
-from opentinker.server.engine.select import create_engine, resolve_engine_kind, resolve_lora_serving
+from opentinker.server.engine.select import create_engine, resolve_engine_kind, resolve_lora_serving, resolve_sleep
 from opentinker.server.images import ImageProcessor, ImageStore
 from opentinker.server.models import stop_token_ids, tokenizer_files
 from opentinker.server.state import Parts
@@ -31,9 +31,11 @@ def load_engine(model_dir: Path, config: ServerConfig, lora: LoraConfig | None) 
     return HostedEngine(_engine(model_dir, config, lora, images), images)
 
 
-def _engine(model_dir: Path, config: ServerConfig, lora: LoraConfig | None, images: ImageStore | None) -> BucketEngine:
+def _engine(
+    model_dir: Path, config: ServerConfig, lora: LoraConfig | None, images: ImageStore | None, *, sleeps: bool = False
+) -> BucketEngine:
     stop = stop_token_ids(model_dir)
-    return create_engine(model_dir, config.engine, config.dtype, lora=lora, stop_token_ids=stop, images=images)
+    return create_engine(model_dir, config.engine, config.dtype, lora=lora, stop_token_ids=stop, images=images, sleeps=sleeps)
 
 
 def _images(model_dir: Path) -> ImageStore | None:
@@ -52,7 +54,10 @@ def load_parts(
     With `connect` the engine is in another process, which loads it meanwhile; `connect` waits for that."""
     kind = resolve_engine_kind(config.engine)
     images = _images(model_dir)
-    engine: RolloutEngine | None = None if connect is not None else _engine(model_dir, config, lora, images)
+    sleeps = config.trainer is not None and resolve_sleep(config.engine, kind, device())
+    engine: RolloutEngine | None = None
+    if connect is None:
+        engine = _engine(model_dir, config, lora, images, sleeps=sleeps)
     if config.trainer is None:
         assert engine is not None, "an engine is split from a trainer"
         return Parts(engine, None, model_dir, checkpoint_root, images=images)
@@ -77,6 +82,7 @@ def load_parts(
         adapter_serving=resolve_lora_serving(config.engine, kind, device()) == "adapter",
         max_adapters=config.engine.max_adapters,
         kept_versions=config.engine.kept_versions,
+        sleeper=getattr(engine, "sleeper", None),
     )
 
 

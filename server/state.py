@@ -10,6 +10,7 @@ from opentinker.client.messages import Chunk, FloatArray
 from opentinker.errors import ConflictError, DeadlineError, NotFoundError, OpenTinkerError, VersionNotServedError
 from opentinker.server.engine.base import AdapterId, RolloutEngine
 from opentinker.server.engine.remote import RemoteEngine
+from opentinker.server.engine.sleeping import Sleeper
 from opentinker.server.images import ImageStore, resolved
 from opentinker.server.protocol import SampleWork
 from opentinker.server.trainer.base import Trainer
@@ -41,6 +42,9 @@ class Parts:
     """LoRA policies that there is room for where adapters are served."""
     kept_versions: int = 1
     """Versions of a policy that the engine keeps where adapters are served."""
+
+    sleeper: Sleeper | None = None
+    """Has the engine give its memory to the trainer while that computes."""
 
     @property
     def apart(self) -> RemoteEngine | None:

@@ -66,12 +66,27 @@ class EngineConfig(Config):
     side, so the job needs `lora`; vLLM reserves memory for each."""
     kept_versions: Annotated[int, Field(ge=1, le=64)] = 2
     """Where adapters are served: how many versions of a policy, the newest, can be sampled from. Otherwise it is one."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Devices of one node that share the model, layer by layer, for models that are too large or too slow on one; vLLM only. It
+    divides the attention heads. In a job that trains it needs `resources.layout=split`."""
+    sleep: Literal["auto", "off"] = "off"
+    """'auto': on CUDA, where vLLM shares the GPU with the trainer, it gives up the GPU's memory during each train step (its
+    weights wait in the host's memory), unless requests are running. Costs seconds per step. 'off': it keeps
+    `memory_fraction`."""
 
     @model_validator(mode="after")
     def _one_merged(self) -> "EngineConfig":
         if self.max_adapters > 1 and self.lora_serving == "merge":
             raise ValueError(
                 f"max_adapters={self.max_adapters} needs adapters that are served; lora_serving='merge' folds one into the base"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_is_parallel(self) -> "EngineConfig":
+        if self.tensor_parallel > 1 and self.kind == "transformers":
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} needs kind 'vllm': the engine 'transformers' has one device"
             )
         return self
 
@@ -370,6 +385,23 @@ class JobConfig(Config):
             resources.layout if isinstance(resources, Resources) else isinstance(resources, Mapping) and resources.get("layout")
         )
         return _with_whole_gpu(values) if layout == "split" else values
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_part_of_the_engine(self) -> "JobConfig":
+        ranks, resources = self.engine.tensor_parallel, self.resources
+        if ranks == 1:
+            return self
+        if self.trains and resources.layout != "split":
+            raise ValueError(
+                f"engine.tensor_parallel={ranks} is for an engine apart from its trainer: set resources.layout to 'split'"
+            )
+        split = resources.layout == "split"
+        key, gpus = ("rollout.gpus", resources.roles["rollout"].gpus) if split else ("gpus", resources.gpus)
+        if gpus and gpus != ranks:
+            raise ValueError(
+                f"engine.tensor_parallel={ranks} needs a GPU for each part, and resources.{key} is {gpus:g}; leave that out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_trainer_to_split_from(self) -> "JobConfig":

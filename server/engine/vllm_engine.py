@@ -30,6 +30,7 @@ from opentinker.server.carriers import Payload, SharedCarrier, SharedPayload
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed
+from opentinker.server.engine.sleeping import Event, Sleeper
 from opentinker.server.engine.vllm_update import begin_update, finish_update, replace_weights, take_bucket
 from opentinker.server.images import ImageStore, decode
 from opentinker.server.sending import BucketSender
@@ -65,8 +66,10 @@ class VllmEngine:
         lora: LoraConfig | None = None,
         stop_token_ids: Sequence[int] = (),
         images: ImageStore | None = None,
+        sleeps: bool = False,
     ) -> None:
         """Load the model; `lora` is given if vLLM's own adapter serving is wanted; `images` are those that requests may name.
+        With `sleeps` it can give its memory up; see `sleeper`.
 
         Raises:
             EngineError: vLLM cannot start with this model and these limits.
@@ -88,6 +91,12 @@ class VllmEngine:
             }
         else:
             arguments["gpu_memory_utilization"] = config.memory_fraction
+        if config.tensor_parallel > 1:
+            arguments |= {"tensor_parallel_size": config.tensor_parallel, "distributed_executor_backend": "mp"}
+            if current_platform.is_cpu() and config.enforce_eager:
+                os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in the ranks' processes, as `_compilation` is in this one
+        if sleeps:
+            arguments["enable_sleep_mode"] = True
         if images is not None:
             arguments["mm_processor_cache_gb"] = 0  # what it would hold, the store holds
         if lora is not None:
@@ -132,7 +141,9 @@ class VllmEngine:
         self._ended: list[SampleResult] = []
         """Ended while prompts were scored; the next step hands them out."""
         self._added = 0
-        self._ranks = 1
+        self._ranks = config.tensor_parallel
+        self.sleeper = Sleeper(self, torch.cuda.empty_cache) if sleeps else None
+        """Has the engine give its memory up, if it was started for that."""
         self._relay = SharedCarrier()
         self._broken = False
         self._closed = False
@@ -151,6 +162,8 @@ class VllmEngine:
     def _add(self, request: SampleRequest, adapter: AdapterId | None) -> int:
         """The key that the request goes by here."""
         self._require_whole()
+        if self.sleeper is not None:
+            self.sleeper.require_awake()
         served = self._held(adapter)
         params = effective_params(
             request,
@@ -303,6 +316,18 @@ class VllmEngine:
             raise
         return [found[number] for number in range(len(prompts))]
 
+    def suspend(self, level: int) -> None:
+        """Give the GPU's memory up; `sleeper` knows when."""
+        self._engine.sleep(level)
+
+    def resume(self, tags: tuple[str, ...]) -> None:
+        """Get memory of these kinds back."""
+        self._engine.wake_up(list(tags))
+
+    def _tell(self, event: Event) -> None:
+        if self.sleeper is not None:
+            self.sleeper.tell(event)
+
     @property
     def ranks(self) -> int:
         return self._ranks
@@ -317,8 +342,13 @@ class VllmEngine:
             return self._update_in_buckets(weights, version)
         self._require_idle("take weights")
         # vLLM takes its layers apart while it reloads, and cannot put them together again after an error.
+        self._tell(Event.BEGIN_UPDATE)
         self._broken = True
-        (ack,) = self._on_workers(replace_weights, weights)
+        try:
+            (ack,) = self._on_workers(replace_weights, weights)
+        except BaseException:
+            self._tell(Event.UPDATE_FAILED)
+            raise
         self._updated(version)
         return ack
 
@@ -356,6 +386,7 @@ class VllmEngine:
         return acks
 
     def _updated(self, version: int) -> None:
+        self._tell(Event.UPDATED)
         self._broken = False
         for held in list(self._adapters):
             self.drop_adapter(held)
@@ -390,6 +421,7 @@ class VllmEngine:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self._closed = True
+        self._tell(Event.CLOSE)
         self.abort_all()
         self._engine.engine_core.shutdown()
         self._relay.close()
