@@ -85,7 +85,9 @@ class WorkerProcess:
         if storage is not None:
             self._follow(storage)
         model_dir = resolve_model(self._config.base_model)
-        connect = None if self._engine is None else partial(_connected, self._engine, timeout_s)
+        connect = (
+            None if self._engine is None else partial(_connected, self._engine, timeout_s, self._config.engine.bucket_mib << 20)
+        )
         self._worker = Worker(
             lambda: replace(load_parts(model_dir, self._config, self._lora, self._checkpoint_root, connect), storage=storage)
         )
@@ -130,13 +132,13 @@ class WorkerProcess:
                 self._mirror.close()
 
 
-def _connected(handle: Any, timeout_s: float, images: Any) -> Any:
+def _connected(handle: Any, timeout_s: float, bucket_bytes: int, images: Any) -> Any:
     """The engine in the actor, when it has loaded."""
     from opentinker.server.engine.links import RayLink
     from opentinker.server.engine.remote import RemoteEngine
 
     link = RayLink(handle)
-    return RemoteEngine(link, link.start(timeout_s), images=images)
+    return RemoteEngine(link, link.start(timeout_s), images=images, bucket_bytes=bucket_bytes)
 
 
 class FrontProcess:

@@ -69,6 +69,8 @@ class EngineConfig(Config):
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices of one node that share the model, layer by layer, for models that are too large or too slow on one; vLLM only. It
     divides the attention heads. In a job that trains it needs `resources.layout=split`."""
+    bucket_mib: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Weights reach an engine in another process in buckets of this size, of which two are on their way at a time."""
     sleep: Literal["auto", "off"] = "off"
     """'auto': on CUDA, where vLLM shares the GPU with the trainer, it gives up the GPU's memory during each train step (its
     weights wait in the host's memory), unless requests are running. Costs seconds per step. 'off': it keeps

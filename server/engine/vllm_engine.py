@@ -144,6 +144,7 @@ class VllmEngine:
         self._ranks = config.tensor_parallel
         self.sleeper = Sleeper(self, torch.cuda.empty_cache) if sleeps else None
         """Has the engine give its memory up, if it was started for that."""
+        self._bucket_bytes = config.bucket_mib << 20
         self._relay = SharedCarrier()
         self._broken = False
         self._closed = False
@@ -363,7 +364,7 @@ class VllmEngine:
 
         try:
             self.begin_update(ledger.update)
-            BucketSender(ledger, carriers, take).send(weights)
+            BucketSender(ledger, carriers, take, bucket_bytes=self._bucket_bytes).send(weights)
             return ledger.close(self.finish_update(version, ledger.counts))
         finally:
             carriers[0].close()
