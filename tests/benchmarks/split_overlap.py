@@ -3,8 +3,8 @@
 Usage: python tests/benchmarks/split_overlap.py MODEL_DIR [ROUNDS] [ENGINE]
 Each layout has all cores: colocated in one process, split half of them in each of two. Per round: one train step with a
 publish and 16 samples of 32 tokens, first one after the other, then at once. Prints medians per layout, then the ratios
-split / colocated of publish, of both in turn and of both at once. On one machine with few cores the two compete; the gain is for
-devices of their own.
+split / colocated of publish, of both in turn and of both at once. On one machine with few cores the two compete; the gain is
+for devices of their own.
 """
 
 import asyncio

@@ -77,32 +77,33 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_split_job_trains_publishes_and_samples(split_cluster: Any, tiny_model_dir: Path) -> None:
-    with split_job(split_cluster, tiny_model_dir) as job:
-        assert engine_pid(job.id)
-        before = job.run(lambda policy: policy.forward([datum()]))["logprobs"][0].sum()
-        for version in (1, 2):
-            trained = job.run(
-                lambda policy: policy.train_step(
-                    [datum()], [Minibatch(indices=(0,))], LossConfig(name="cross_entropy"), AdamParams(learning_rate=3e-3)
-                )
+def train(job: ot.Job) -> None:
+    """Two steps, after which the engine samples from what was learnt."""
+    before = job.run(lambda policy: policy.forward([datum()]))["logprobs"][0].sum()
+    for version in (1, 2):
+        trained = job.run(
+            lambda policy: policy.train_step(
+                [datum()], [Minibatch(indices=(0,))], LossConfig(name="cross_entropy"), AdamParams(learning_rate=3e-3)
             )
-            assert trained["version"] == version
-            assert trained["publish"]["changed"]
-        assert job.run(lambda policy: policy.forward([datum()]))["logprobs"][0].sum() > before
-        sampled = job.run(lambda policy: policy.sample([5, 6, 7], SamplingParams(max_tokens=4)))
-        assert sampled.samples[0].versions[0][0] == 2
-        assert job.record["server"]["cpu_slots"] == SLOTS
+        )
+        assert trained["version"] == version
+        assert trained["publish"]["changed"]
+    assert job.run(lambda policy: policy.forward([datum()]))["logprobs"][0].sum() > before
+    sampled = job.run(lambda policy: policy.sample([5, 6, 7], SamplingParams(max_tokens=4)))
+    assert sampled.samples[0].versions[0][0] == 2
+    assert job.record["server"]["cpu_slots"] == SLOTS
 
 
 @pytest.mark.parametrize("during", ["a publish", "a sample"])
-def test_a_killed_engine_ends_the_job_with_that_cause_and_leaves_nothing(
+def test_a_split_job_trains_and_a_killed_engine_ends_it_with_that_cause_and_leaves_nothing(
     split_cluster: Any, tiny_model_dir: Path, during: str
 ) -> None:
     from opentinker.scheduler.processes import processes_of
 
     with split_job(split_cluster, tiny_model_dir) as job, ThreadPoolExecutor(1) as pool:
         pid = engine_pid(job.id)
+        if during == "a publish":
+            train(job)
         os.kill(pid, signal.SIGSTOP)  # so that it is surely not done when it dies
         started = threading.Event()
 

@@ -13,7 +13,8 @@ import torch
 from split_tools import Bucketed
 
 from opentinker.client.messages import Chunk, Datum, FloatArray, Sample, SampleRequest, SampleResult, TokenChunk
-from opentinker.errors import ContextOverflowError, EngineError, ServerLostError
+from opentinker.errors import ContextOverflowError, EngineError, InvalidRequestError, ServerLostError
+from opentinker.server.carriers import InlineCarrier, SharedCarrier
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, NamedTensors, WeightAck
 from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
@@ -284,3 +285,21 @@ def test_a_bucket_that_the_engine_does_not_take_in_time_is_a_fault_of_the_policy
         server.remote._ack_s, server.link.swallows = WAIT_S, ""
         server.submit(publish("q"), sample("y"))
         assert version_of(server.end("y")) == server.end("q").result["version"] == 2
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_weights_reach_an_engine_on_this_machine_and_on_another(shares_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not shares_memory:
+        monkeypatch.setattr("opentinker.server.engine.host.read_probe", lambda payload: b"")
+    with split() as server:
+        for number in (1, 2):
+            server.submit(publish(f"p{number}"), sample(f"s{number}"))
+            assert server.end(f"p{number}").result["parameters"] == 3
+            assert version_of(server.end(f"s{number}")) == number
+        kind = SharedCarrier if shares_memory else InlineCarrier
+        assert [type(carrier) for carrier in server.remote._carriers] == [kind, kind]
+
+
+def test_a_method_that_no_engine_has_is_refused() -> None:
+    with split() as server, pytest.raises(InvalidRequestError, match="no method '__init__'"):
+        server.remote.call("__init__")
