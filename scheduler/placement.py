@@ -67,27 +67,28 @@ class Placement:
 def roles_of(resources: Resources, nodes: Sequence[Node], ranks: int = 1) -> tuple[tuple[str, Demand], ...]:
     """(role, demand) of each bundle that a job asks for, whose trainer has so many ranks; colocated, its one bundle plays both
     roles."""
-    if resources.trainer is not None and resources.rollout is not None:
-        roles = (("trainer", resources.trainer), ("rollout", resources.rollout))
-        return tuple((name, Demand(gpus=role.gpus)) for name, role in roles for _ in range(role.replicas))
-    gpus = resources.gpus
+    if resources.layout == "split":
+        return tuple(
+            (name, _amount(role.gpus, nodes, ranks if name == "trainer" else 1))
+            for name, role in resources.roles.items()
+            for _ in range(role.replicas)
+        )
+    return (("trainer and rollout", _amount(resources.gpus, nodes, ranks)),)
+
+
+def _amount(gpus: float | None, nodes: Sequence[Node], ranks: int) -> Demand:
     if gpus is None:
         gpus = ranks if any(node.gpus for node in nodes) else 0
-    return (("trainer and rollout", Demand(gpus=gpus) if gpus else Demand(cpu_slots=ranks)),)
+    return Demand(gpus=gpus) if gpus else Demand(cpu_slots=ranks)
 
 
 def demand_of(resources: Resources, present: Sequence[Node], kinds: Sequence[NodeType] = (), *, ranks: int = 1) -> Demand:
-    """What a job's server occupies, resolved against the cluster: its nodes, and the kinds that can be added. Each of the
-    trainer's `ranks` has a GPU or a CPU slot.
+    """What a colocated job's server occupies, resolved against the cluster: its nodes, and the kinds that can be added. Each of
+    the trainer's `ranks` has a GPU or a CPU slot.
 
     Raises:
-        ConfigError: no node could ever hold it, or the layout is one that servers cannot do yet.
+        ConfigError: no node could ever hold it.
     """
-    if resources.layout != "colocated":
-        raise ConfigError(
-            f"resources.layout: '{resources.layout}' is not served yet: trainer and rollout engine of a job share their GPUs",
-            hint="leave resources.layout out, and give resources.gpus instead of trainer and rollout",
-        )
     nodes = [*present, *addable(kinds)]
     ((_, demand),) = roles_of(resources, nodes, ranks)
     if not any(node.gpus >= demand.gpus and node.cpu_slots >= demand.cpu_slots for node in nodes):

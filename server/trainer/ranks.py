@@ -116,7 +116,8 @@ class Ranks:
             flat = own_W.new_empty(self.count * len(own_W))
             dist.all_gather_single(flat, own_W, group=self._group)
             for part_NW, (_, shape) in zip(torch.split(flat.view(self.count, -1), widths, 1), bucket, strict=True):
-                yield part_NW.reshape(-1)[: shape.numel()].contiguous().view(shape)
+                # A clone, for a view of one number could keep a stride that other code stumbles over.
+                yield part_NW.reshape(-1)[: shape.numel()].clone(memory_format=torch.contiguous_format).view(shape)
 
     def shard(self, packed: PackedModel) -> None:
         """Deal out the parameters of the model's layers, in place: a layer is whole while it is computed, and gradients are
