@@ -234,7 +234,9 @@ def test_a_resumed_run_is_one_that_was_never_interrupted_bit_for_bit(
     assert_same(state(two), whole)
 
 
-def test_bfloat16_weights_have_float32_masters_on_two_ranks(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_bfloat16_weights_have_float32_masters_and_a_rank_that_fails_alone_is_named(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     one, two = make_trainer(tiny_model_dir, dtype="bfloat16"), start(tiny_model_dir, dtype="bfloat16")
     try:
         create((one, two), None)
@@ -249,6 +251,10 @@ def test_bfloat16_weights_have_float32_masters_on_two_ranks(tiny_model_dir: Path
         for name, tensor in weights(two).items():
             if f"master/{name}" in masters:
                 assert torch.equal(masters[f"master/{name}"].bfloat16(), tensor)
+        # A command that fails on one rank alone, while the other waits for it in the middle of a pass.
+        mine, theirs = two._share_out(BATCHES[0], 1)
+        with pytest.raises(TrainerError, match=r"rank 1 of 2 .* failed in train_share: this server has no policy nobody"):
+            two._all("train_share", [("p", mine, PPO, 1.0), ("nobody", theirs, PPO, 1.0)])
     finally:
         two.close()
 
