@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import socket
 import struct
@@ -73,7 +72,10 @@ class RankProcess:
             )
             environment = {**os.environ, "OMP_NUM_THREADS": str(spec.threads)}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), spec.meeting.descriptor],
+                env=environment,
             )
         self._connection = Connection(ours.detach())
         self.send(spec)
@@ -244,7 +246,6 @@ class RankProcesses:
         processes, self._processes = self._processes, []
         for process in processes:
             process.stop(at_once=at_once)
-        shutil.rmtree(Path(self._meeting.file).parent, ignore_errors=True)
 
 
 _HINT = "the last checkpoint holds; the server's log has the traceback: `opentinker logs JOB --server`"
