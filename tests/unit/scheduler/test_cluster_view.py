@@ -58,7 +58,7 @@ async def test_answers_are_what_the_schema_says(world: Any, http: httpx.AsyncCli
     assert schema["paths"]["/v1/jobs"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith(
         "JobPage"
     )
-    assert set(schema["paths"]["/v1/jobs/{job_id}/server/{path}"]) == {"get", "post"}
+    assert set(schema["paths"]["/v1/jobs/{job_id}/server/{path}"]) == {"get", "post", "delete"}
 
 
 async def test_prometheus_can_scrape_with_a_key_only(world: Any, http: httpx.AsyncClient) -> None:
