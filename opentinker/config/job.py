@@ -94,8 +94,8 @@ class TrainerConfig(Config):
     pack_tokens: Annotated[int, Field(ge=16)] = 1024
     """Tokens in one packed forward pass. A group that does not fit is split."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of the layers until the backward pass, which then computes the rest again: less memory for a pack, so
-    longer ones fit, for more time. The numbers are the same, bit for bit."""
+    """Keep only the inputs of the layers until the backward pass, which then computes the rest again: less memory for a pack,
+    so longer ones fit, for more time. The numbers are the same, bit for bit."""
     drift_limit: Annotated[float, Field(gt=0.0)] = 3.0
     """A publish fails when engine and trainer logprobs on fixed prompts differ by more than this many times version 0's
     difference (and by more than 0.05)."""

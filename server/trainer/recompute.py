@@ -1,5 +1,5 @@
-"""Activation checkpointing (Chen et al., 2016): the layers keep their inputs only, and compute the rest again when the backward pass
-comes to them."""
+"""Activation checkpointing (Chen et al., 2016): the layers keep their inputs only, and compute the rest again when the backward
+pass comes to them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -29,10 +29,11 @@ def recompute_layers(model: nn.Module, around: Callable[[], Again]) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no layers that could be computed again", hint="set trainer.activation_checkpointing=false"
+            f"{type(model).__name__} has no layers that could be computed again",
+            hint="set trainer.activation_checkpointing=false",
         )
     for layer in layers:
-        layer.forward = partial(_recomputed, layer.forward, around)  # type: ignore[method-assign]
+        layer.forward = partial(_recomputed, layer.forward, around)
 
 
 def _recomputed(forward: Callable[..., Any], around: Callable[[], Again], *args: Any, **kwargs: Any) -> Any:
