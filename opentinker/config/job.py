@@ -111,6 +111,9 @@ class TrainerConfig(Config):
     """Type of weights and activations, in trainer and engine. Master weights and optimizer state are float32 always."""
     pack_tokens: Annotated[int, Field(ge=16)] = 1024
     """Tokens in one packed forward pass. A group that does not fit is split."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the layers until the backward pass, which then computes the rest again: less memory for a pack,
+    so longer ones fit, for more time. The numbers are the same, bit for bit."""
     ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that train together, each on a GPU of its own, or on a CPU slot. Each computes a part of every batch, and holds
     a share of the optimizer's state and, if the full parameters are trained, of the layers."""

@@ -4,8 +4,8 @@ A pass says which adapter each of its tokens uses, so tokens of several policies
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,21 @@ class AdapterPass:
             yield
         finally:
             self.policies, self.rows = (), None
+
+    def around(self) -> Callable[[], AbstractContextManager[None]]:
+        """What the current pass uses, to be used once more when the pass is over."""
+        now = self.policies, self.rows
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            before = self.policies, self.rows
+            self.policies, self.rows = now
+            try:
+                yield
+            finally:
+                self.policies, self.rows = before
+
+        return again
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.packing import Pack, pack_data
+from opentinker.server.trainer.recompute import recompute_layers
 from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, classifier_config
 
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -79,7 +80,10 @@ class TorchTrainer:
         """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
     def _load_base(self) -> PackedModel:
-        return PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device, self._images)
+        base = PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device, self._images)
+        if self._config.activation_checkpointing:
+            recompute_layers(base.model, self._adapter_pass.around)
+        return base
 
     def create_policy(self, policy: str, spec: PolicySpec) -> None:
         """Add a policy at its initial weights; `spec.checkpoint` is for `load`.

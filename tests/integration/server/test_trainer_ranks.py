@@ -260,7 +260,7 @@ def test_bfloat16_weights_have_float32_masters_and_a_rank_that_fails_alone_is_na
 
 
 def test_adapters_learn_the_same_on_a_base_that_is_sharded(one: TorchTrainer, tiny_model_dir: Path, tmp_path: Path) -> None:
-    two = start(tiny_model_dir, shard_base=True)
+    two = start(tiny_model_dir, shard_base=True, activation_checkpointing=True)
     try:
         create((one, two), {"rank": 4}, critic={"rank": 2})
         for data in BATCHES[:3]:
