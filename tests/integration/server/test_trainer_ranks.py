@@ -259,7 +259,9 @@ def test_bfloat16_weights_have_float32_masters_and_a_rank_that_fails_alone_is_na
         two.close()
 
 
-def test_adapters_learn_the_same_on_a_base_that_is_sharded(one: TorchTrainer, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_adapters_learn_the_same_on_a_base_that_is_sharded_until_a_rank_is_killed(
+    one: TorchTrainer, tiny_model_dir: Path, tmp_path: Path
+) -> None:
     two = start(tiny_model_dir, shard_base=True, activation_checkpointing=True)
     try:
         create((one, two), {"rank": 4}, critic={"rank": 2})
@@ -277,6 +279,9 @@ def test_adapters_learn_the_same_on_a_base_that_is_sharded(one: TorchTrainer, ti
         two.delete_policy("p")
         create((two,), None)
         train(two, BATCHES[0])
+        (pid,) = two.pids
+        os.kill(pid, signal.SIGKILL)
+        assert_lost(two, pid, "was killed by SIGKILL")
     finally:
         two.close()
 
@@ -299,30 +304,33 @@ def test_weights_need_not_be_taken_to_the_last(two: LeadTrainer) -> None:
     train(two, BATCHES[0])
 
 
-@pytest.mark.parametrize(("sent", "lora"), [(signal.SIGKILL, None), (signal.SIGSTOP, {"rank": 4})], ids=["killed", "stopped"])
-def test_a_lost_rank_is_named_and_every_later_command_refused(
-    tiny_model_dir: Path, sent: signal.Signals, lora: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+def assert_lost(trainer: LeadTrainer, pid: int, how: str) -> None:
+    """The next command names the rank and says how it was lost, later ones too, and nothing is left of it."""
+    with pytest.raises(TrainerError, match=rf"rank 1 of 2 of the trainer \(pid {pid}\) {how}") as caught:
+        train(trainer, BATCHES[0])
+    assert isinstance(caught.value, ServerLostError)
+    for refused in (
+        lambda: train(trainer, BATCHES[0]),
+        lambda: trainer.forward("p", BATCHES[0]),
+        lambda: trainer.create_policy("q", PolicySpec(lora={"rank": 2})),
+        lambda: list(trainer.full_weights("p")),
+    ):
+        with pytest.raises(TrainerError, match="rank 1 of 2"):
+            refused()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_rank_that_hangs_is_named_and_every_later_command_refused(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_process, "REPORT_S", 1.0)
-    trainer = start(tiny_model_dir, timeout_s=5.0 if sent == signal.SIGSTOP else 60.0)
+    trainer = start(tiny_model_dir, timeout_s=5.0)
     try:
-        create((trainer,), lora)
+        create((trainer,), {"rank": 4})
         train(trainer, BATCHES[0])
         (pid,) = trainer.pids
-        os.kill(pid, sent)
-        words = "was killed by SIGKILL" if sent == signal.SIGKILL else "did not answer in time"
-        with pytest.raises(TrainerError, match=rf"rank 1 of 2 of the trainer \(pid {pid}\) {words}") as caught:
-            train(trainer, BATCHES[0])
-        assert isinstance(caught.value, ServerLostError)
-        for refused in (
-            lambda: train(trainer, BATCHES[0]),
-            lambda: trainer.forward("p", BATCHES[0]),
-            lambda: trainer.create_policy("q", PolicySpec(lora={"rank": 2})),
-            lambda: list(trainer.full_weights("p")),
-        ):
-            with pytest.raises(TrainerError, match="rank 1 of 2"):
-                refused()
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+        os.kill(pid, signal.SIGSTOP)
+        assert_lost(trainer, pid, "did not answer in time")
     finally:
         trainer.close()
