@@ -30,19 +30,22 @@ from opentinker.server.worker import Worker
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora", "lora_serving"),
+    ("kind", "lora", "lora_serving", "layout"),
     [
-        ("transformers", None, "merge"),
-        ("transformers", LORA, "merge"),
-        ("vllm", None, "merge"),
-        ("vllm", LORA, "merge"),
-        ("vllm", LORA, "adapter"),
+        ("transformers", None, "merge", "colocated"),
+        ("transformers", LORA, "merge", "colocated"),
+        ("transformers", None, "merge", "split"),
+        ("vllm", None, "merge", "colocated"),
+        ("vllm", LORA, "merge", "colocated"),
+        ("vllm", LORA, "adapter", "colocated"),
+        ("vllm", None, "merge", "split"),
+        ("vllm", LORA, "adapter", "split"),
     ],
 )
 async def test_training_raises_the_logprob_of_rewarded_tokens_and_the_engine_follows(
-    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None, lora_serving: str
+    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None, lora_serving: str, layout: str
 ) -> None:
-    async with serving(tiny_model_dir, tmp_path, kind=kind, lora=lora, lora_serving=lora_serving) as server:
+    async with serving(tiny_model_dir, tmp_path, kind=kind, lora=lora, lora_serving=lora_serving, layout=layout) as server:
         before = await server.logprobs()
         np.testing.assert_allclose(await server.engine_logprobs(), before, atol=0.02)
         for step in range(4):
