@@ -32,12 +32,13 @@ def request_of(config: JobConfig, present: Sequence[Node], kinds: Sequence[NodeT
     """
     resources = _sized(config, [*present, *addable(kinds)])
     if resources.layout == "colocated":
-        return (demand_of(resources, present, kinds),)
+        return (demand_of(resources, present, kinds, ranks=config.trainer_ranks),)
     _check_split(resources)
     nodes = [*present, *addable(kinds)]
-    request = tuple(demand for _, demand in roles_of(resources, nodes))
+    roles = roles_of(resources, nodes, config.trainer_ranks)
+    request = tuple(demand for _, demand in roles)
     if not possible(request, nodes):
-        wishes = " and ".join(f"{demand} for the {role}" for role, demand in roles_of(resources, nodes))
+        wishes = " and ".join(f"{demand} for the {role}" for role, demand in roles)
         has = f"{count(sum(n.gpus for n in nodes), 'GPU')} and {count(sum(n.cpu_slots for n in nodes), 'CPU slot')}"
         raise ConfigError(
             f"the job asks for {wishes}, each on one node; this cluster has {has} on {count(len(nodes), 'node')}",

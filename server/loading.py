@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from opentinker.config.job import LoraConfig, ServerConfig
+from opentinker.config.job import LoraConfig, ServerConfig, TrainerConfig
+from opentinker.errors import ConfigError
 from opentinker.server.engine.base import RolloutEngine
 from opentinker.server.engine.host import BucketEngine, HostedEngine
 from opentinker.server.engine.remote import RemoteEngine
@@ -16,6 +17,7 @@ from opentinker.server.images import ImageProcessor, ImageStore
 from opentinker.server.models import stop_token_ids, tokenizer_files
 from opentinker.server.state import Parts
 from opentinker.server.sync import canary_prompts
+from opentinker.server.trainer.lead_trainer import LeadTrainer
 from opentinker.server.trainer.trainer import TorchTrainer
 from opentinker.server.vision import takes_images
 
@@ -62,11 +64,11 @@ def load_parts(
         assert engine is not None, "an engine is split from a trainer"
         return Parts(engine, None, model_dir, checkpoint_root, images=images)
     try:
-        trainer = TorchTrainer(model_dir, config.trainer, device=device(), images=images)
+        canaries = canary_prompts(model_dir / "tokenizer.json", images, config.engine.max_model_len)
+        trainer = _load_trainer(model_dir, config.trainer, images)
         if connect is not None:
-            engine = connect(images)
+            engine = _connected(connect, images, trainer)
         assert engine is not None
-        canaries = canary_prompts(model_dir / "tokenizer.json", images, engine.max_model_len)
     except BaseException:
         if engine is not None:
             engine.close()
@@ -84,6 +86,26 @@ def load_parts(
         kept_versions=config.engine.kept_versions,
         sleeper=getattr(engine, "sleeper", None),
     )
+
+
+def _connected(
+    connect: Callable[[ImageStore | None], RemoteEngine], images: ImageStore | None, trainer: TorchTrainer
+) -> RemoteEngine:
+    try:
+        return connect(images)
+    except BaseException:
+        trainer.close()
+        raise
+
+
+def _load_trainer(model_dir: Path, config: TrainerConfig, images: ImageStore | None) -> TorchTrainer:
+    if config.ranks == 1:
+        return TorchTrainer(model_dir, config, device=device(), images=images)
+    if images is not None:
+        raise ConfigError(
+            f"trainer.ranks={config.ranks}: a vision-language model is trained on one rank", hint="set trainer.ranks=1"
+        )
+    return LeadTrainer(model_dir, config, device=device())
 
 
 def server_info(model_dir: Path, config: ServerConfig, parts: Parts) -> dict[str, Any]:

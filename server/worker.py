@@ -177,7 +177,11 @@ class Worker:
             log.exception("compute thread failed")
             self._error = error
         finally:
-            parts.engine.close()
+            try:
+                parts.engine.close()
+            finally:
+                if parts.training is not None:
+                    parts.training.close()
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
@@ -228,7 +232,7 @@ class Worker:
                     self._changed.wait_for(
                         lambda: (
                             self._stopping
-                            or (not self._claimed and (engine.answered or gate.has_startable(self._state.has_version)))
+                            or (not self._claimed and (engine.needs_step or gate.has_startable(self._state.has_version)))
                         )
                     )
                     if self._stopping:
@@ -288,7 +292,7 @@ class Worker:
             kind = EngineError if work.command == "publish" else TrainerError
             self._fail([work.operation], _explained(error, kind, f"{work.command} failed"))
             if isinstance(error, ServerLostError):
-                raise
+                raise  # nothing can be done here any more; the scheduler starts another server, or fails the job
         else:
             self._complete([Completion(work.operation, result)])
         release_free_memory()

@@ -111,6 +111,9 @@ class TrainerConfig(Config):
     """Type of weights and activations, in trainer and engine. Master weights and optimizer state are float32 always."""
     pack_tokens: Annotated[int, Field(ge=16)] = 1024
     """Tokens in one packed forward pass. A group that does not fit is split."""
+    ranks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that train together, each on a GPU of its own, or on a CPU slot. Each computes a part of every batch, and holds
+    a share of the optimizer's state and, if the full parameters are trained, of the layers."""
     drift_limit: Annotated[float, Field(gt=0.0)] = 3.0
     """A publish fails when engine and trainer logprobs on fixed prompts differ by more than this many times version 0's
     difference (and by more than 0.05)."""
@@ -410,6 +413,22 @@ class JobConfig(Config):
         if self.resources.layout == "split" and not self.trains:
             raise ValueError(f"resources.layout 'split' is for jobs that train; a job of kind '{self.kind}' has an engine only")
         return self
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_rank(self) -> "JobConfig":
+        resources, ranks = self.resources, self.trainer_ranks
+        key, gpus = "resources.gpus", resources.gpus
+        if resources.trainer is not None:
+            key, gpus = "resources.trainer.gpus", resources.trainer.gpus
+        if gpus and ranks > max(1, gpus):
+            raise ValueError(f"trainer.ranks={ranks} needs a GPU for each, and {key} is {gpus:g}; set {key}={ranks}")
+        return self
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Processes of its trainer."""
+        trainer = self.server().trainer
+        return 1 if trainer is None else trainer.ranks
 
     @property
     def leased(self) -> bool:

@@ -38,6 +38,9 @@ from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, class
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and config files of a model directory, which a full checkpoint carries along."""
 
+NO_METRICS = {"tokens": 0.0, "loss_sum": 0.0}
+"""The metrics of no data."""
+
 
 @dataclass(frozen=True)
 class _Policy:
@@ -94,22 +97,30 @@ class TorchTrainer:
         critic_config = None if spec.critic is None else parse_config(LoraConfig, spec.critic)
         head = ScalarHead(self._model.hidden_size, self._device, bias=False) if spec.head == "scalar" else None
         if spec.lora is None:
+            self._before_full(self._model)
             parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
-            self._policies[policy] = _Policy(MasterOptimizer(parameters), None, (), head)
+            self._policies[policy] = _Policy(self._optimizer(policy, parameters), None, (), head)
         else:
             config = parse_config(LoraConfig, spec.lora)
             names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
             adapter = lora.add_adapters(self._model.model, names, self._adapter_pass, policy, config, spec.seed)
             parameters = adapter if head is None else {**adapter, **head.parameters(lora.PEFT_PREFIX)}
-            self._policies[policy] = _Policy(MasterOptimizer(parameters), config, targets, head)
+            self._policies[policy] = _Policy(self._optimizer(policy, parameters), config, targets, head)
         if critic_config is None:
             return
         try:
-            critic = Critic(self._base_of(policy), self._adapter_pass, policy, critic_config, spec.seed + 1)
+            base = self._base_of(policy)
+            critic = Critic(base, self._adapter_pass, policy, critic_config, spec.seed + 1, self._optimizer)
         except Exception:
             self.delete_policy(policy)
             raise
         self._policies[policy] = replace(self._policies[policy], critic=critic)
+
+    def _before_full(self, model: PackedModel) -> None:
+        """A model is about to be trained in all its parameters, or was loaded beside one that is."""
+
+    def _optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> MasterOptimizer:
+        return MasterOptimizer(parameters)
 
     def delete_policy(self, policy: str) -> None:
         """Forget a policy. The base weights are pristine afterwards: after a full-parameter policy they are its reference's,
@@ -129,6 +140,9 @@ class TorchTrainer:
 
     def samples(self, policy: str) -> bool:
         return self._get(policy).head is None
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
 
     @torch.no_grad()
     def forward(
@@ -153,8 +167,21 @@ class TorchTrainer:
                 hint="ask for 'values'",
             )
         self._model.check_tokens(data)
-        scores = {name: [np.zeros(len(datum), np.float32) for datum in data] for name in compute}
-        for pack in pack_data(data, self._config.pack_tokens):
+        return self._score(policy, data, compute, temperature)
+
+    def _score(
+        self, policy: str, data: Sequence[Datum], compute: Sequence[TokenScore], temperature: float
+    ) -> dict[TokenScore, list[FloatArray]]:
+        return self._score_packs(policy, data, self._packs(data), compute, temperature)
+
+    def _packs(self, data: Sequence[Datum], *, together: int = 1) -> list[Pack]:
+        return pack_data(data, self._config.pack_tokens, together=together)
+
+    def _score_packs(
+        self, policy: str, data: Sequence[Datum], packs: Sequence[Pack], compute: Sequence[TokenScore], temperature: float
+    ) -> dict[TokenScore, list[FloatArray]]:
+        scores = {name: zeros(data) for name in compute}
+        for pack in packs:
             for name, score_N in self._scores(policy, data, pack, compute, temperature).items():
                 _scatter(pack, score_N, scores[name])
         return scores
@@ -172,28 +199,40 @@ class TorchTrainer:
                 of a head that the policy has not.
             TrainerError: the loss is not finite.
         """
-        scalar, full = loss.name in SCALAR_LOSSES, not self.is_lora(policy)
         optimizer = self._trained_by(policy, loss)
         self.check(policy, data, loss)
-        scores = [np.zeros(len(datum), np.float32) for datum in data]
-        metrics = []
-        together = 2 if loss.name in PAIR_LOSSES else 1
+        scores = zeros(data)
         with optimizer.all_or_nothing():
-            for pack in pack_data(data, self._config.pack_tokens, together=together):
-                if scalar:
-                    scores_N, entropies_N = self._values(policy, pack), None
-                else:
-                    head_grad = optimizer.gradient(self._model.head_name) if full else None
-                    scores_N, entropies_N = self._logprobs(policy, data, pack, loss, head_grad)
-                sequence_N = torch.from_numpy(pack.data_N.astype(np.int64)).to(self._device)
-                total, part = token_loss(loss, scores_N, self._arrays(data, pack), sequence_N, entropies_N)
-                if not np.isfinite(part["loss_sum"] * factor):
-                    raise TrainerError(f"the loss is {part['loss_sum']}; no gradient was added")
-                (total * factor).backward()  # type: ignore[no-untyped-call]
-                _scatter(pack, scores_N.detach(), scores)
-                metrics.append(part)
-        merged = merge_metrics([{"tokens": 0.0, "loss_sum": 0.0}, *metrics])
+            packs = self._packs(data, together=looked_at_together(loss))
+            metrics = [self._train_pack(policy, data, pack, loss, factor, scores) for pack in packs]
+        merged = merge_metrics([NO_METRICS, *metrics])
         return ForwardBackwardResult(factor * merged["loss_sum"], scores, merged)
+
+    def _train_pack(
+        self, policy: str, data: Sequence[Datum], pack: Pack, loss: LossConfig, factor: float, scores: list[FloatArray]
+    ) -> dict[str, float]:
+        """Add the gradient of one pack's loss; its metrics. What the loss saw is put into `scores`.
+
+        Raises:
+            TrainerError: the loss is not finite.
+        """
+        if loss.name in SCALAR_LOSSES:
+            scores_N, entropies_N = self._values(policy, pack), None
+        else:
+            full = not self.is_lora(policy)
+            head_grad = self._get(policy).optimizer.gradient(self._model.head_name) if full else None
+            scores_N, entropies_N = self._logprobs(policy, data, pack, loss, head_grad)
+        sequence_N = torch.from_numpy(pack.data_N.astype(np.int64)).to(self._device)
+        total, metrics = token_loss(loss, scores_N, self._arrays(data, pack), sequence_N, entropies_N)
+        self._check_loss(metrics["loss_sum"], factor)
+        (total * factor).backward()  # type: ignore[no-untyped-call]
+        _scatter(pack, scores_N.detach(), scores)
+        return metrics
+
+    def _check_loss(self, loss_sum: float, factor: float) -> None:
+        """Raises: TrainerError when the loss is not finite."""
+        if not np.isfinite(loss_sum * factor):
+            raise TrainerError(f"the loss is {loss_sum}; no gradient was added")
 
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
         if not critic:
@@ -203,9 +242,13 @@ class TorchTrainer:
     def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
         self._check_samples(policy)
         adapted = self._adapted_layers(policy) if self.is_lora(policy) else {}
-        for name, parameter in self._model.names.items():
+        for name, tensor in self._whole(self._model.names).items():
             layer = adapted.get(name)
-            yield name, parameter.detach() if layer is None else lora.merged_weight(layer, policy)
+            yield name, tensor.detach() if layer is None else lora.merged_weight(layer, policy)
+
+    def _whole(self, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.Tensor]:
+        """The parameters as full tensors; each is valid until the next one is asked for."""
+        return parameters
 
     def adapter(self, policy: str) -> LoraTensors:
         """See `Trainer`.
@@ -243,7 +286,7 @@ class TorchTrainer:
                         shutil.copyfile(path, folder / path.name)
             config = self._model.config if state.head is None else classifier_config(self._model.config)
             config.save_pretrained(folder)
-            checkpoint.write_tensors(folder / "model.safetensors", state.optimizer.parameters)
+            checkpoint.write_tensors(folder / "model.safetensors", self._whole(state.optimizer.parameters))
         else:
             adapter = lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
             lora.save_peft(folder, adapter, str(self._model_dir), classifier=state.head is not None)
@@ -274,7 +317,7 @@ class TorchTrainer:
                 state.critic.start_from(folder)
             state.optimizer.start_from(weights)
             return
-        tensors = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
+        tensors = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.like())
         if state.critic is not None:
             state.critic.load(folder, found)
         state.optimizer.load_state(tensors, int(found["step"]))
@@ -370,7 +413,9 @@ class TorchTrainer:
         if self.is_lora(policy):
             return self._model
         if self._reference is None:
-            self._reference = self._load_base()
+            reference = self._load_base()
+            self._before_full(reference)
+            self._reference = reference
         return self._reference
 
     def _logprobs(
@@ -409,6 +454,16 @@ class TorchTrainer:
 def _targets(data: Sequence[Datum], pack: Pack) -> IntArray:
     """The pack's weighted targets, int32[N]."""
     return np.array([data[d].targets[t] for d, t in zip(pack.data_N, pack.steps_N, strict=True)], np.int32)
+
+
+def looked_at_together(loss: LossConfig) -> int:
+    """How many consecutive data a loss compares with each other."""
+    return 2 if loss.name in PAIR_LOSSES else 1
+
+
+def zeros(data: Sequence[Datum]) -> list[FloatArray]:
+    """An entry for each target, float32[T] per datum."""
+    return [np.zeros(len(datum), np.float32) for datum in data]
 
 
 def _scatter(pack: Pack, scores_N: torch.Tensor, out: list[FloatArray]) -> None:

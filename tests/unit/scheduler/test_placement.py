@@ -46,6 +46,17 @@ def test_without_a_wish_a_job_takes_a_gpu_where_there_is_one() -> None:
     assert demand_of(Resources(gpus=0.25), [Node("b", "b", 4, 1)]) == Demand(gpus=0.25)
 
 
+def test_each_rank_of_a_trainer_has_a_gpu_or_a_cpu_slot() -> None:
+    assert demand_of(Resources(), [Node("b", "b", 4, 0)], ranks=2) == Demand(gpus=2)
+    assert demand_of(Resources(gpus=4), [Node("b", "b", 4, 0)], ranks=2) == Demand(gpus=4)
+    assert demand_of(Resources(), [Node("a", "a", 0, 2)], ranks=2) == Demand(cpu_slots=2)
+    assert demand_of(Resources(gpus=0), [Node("b", "b", 4, 2)], ranks=2) == Demand(cpu_slots=2)
+    for nodes in ([Node("a", "a", 0, 2)], [Node("b", "b", 2, 4)]):
+        with pytest.raises(ConfigError, match=r"3 (GPUs|CPU slots) on one node") as caught:
+            demand_of(Resources(), nodes, ranks=3)
+        assert "lower trainer.ranks" in caught.value.hint
+
+
 def test_a_job_that_can_never_fit_is_refused_with_the_largest_node() -> None:
     with pytest.raises(ConfigError, match="3 GPUs on one node; the largest node of this cluster has 2 GPUs"):
         demand_of(Resources(gpus=3), [Node("a", "a", 2, 0), Node("b", "b", 2, 0)])

@@ -97,6 +97,9 @@ class CountingTrainer:
         self._engine.reach = params.learning_rate > 0
         return {"grad_norm": 0.0}
 
+    def close(self) -> None:
+        pass
+
 
 @contextmanager
 def working(layout: str = "colocated") -> Iterator[Worker]:

@@ -125,6 +125,9 @@ class AdapterTrainer:
         (self._engine.lost.discard if params.learning_rate > 0 else self._engine.lost.add)(policy)
         return {"grad_norm": 0.0}
 
+    def close(self) -> None:
+        pass
+
 
 @dataclass
 class Working:
