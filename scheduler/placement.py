@@ -68,8 +68,11 @@ def roles_of(resources: Resources, nodes: Sequence[Node], ranks: int = 1) -> tup
     """(role, demand) of each bundle that a job asks for, whose trainer has so many ranks; colocated, its one bundle plays both
     roles."""
     if resources.layout == "split":
-        roles = ((name, role, ranks if name == "trainer" else 1) for name, role in resources.roles.items())
-        return tuple((name, _amount(role.gpus, nodes, parts)) for name, role, parts in roles for _ in range(role.replicas))
+        return tuple(
+            (name, _amount(role.gpus, nodes, ranks if name == "trainer" else 1))
+            for name, role in resources.roles.items()
+            for _ in range(role.replicas)
+        )
     return (("trainer and rollout", _amount(resources.gpus, nodes, ranks)),)
 
 

@@ -63,15 +63,17 @@ def load_parts(
     if config.trainer is None:
         assert engine is not None, "an engine is split from a trainer"
         return Parts(engine, None, model_dir, checkpoint_root, images=images)
+    trainer: TorchTrainer | None = None
     try:
-        canaries = canary_prompts(model_dir / "tokenizer.json", images, config.engine.max_model_len)
         trainer = _load_trainer(model_dir, config.trainer, images)
         if connect is not None:
-            engine = _connected(connect, images, trainer)
+            engine = connect(images)
         assert engine is not None
+        canaries = canary_prompts(model_dir / "tokenizer.json", images, engine.max_model_len)
     except BaseException:
-        if engine is not None:
-            engine.close()
+        for part in (engine, trainer):
+            if part is not None:
+                part.close()
         raise
     return Parts(
         engine,
@@ -86,16 +88,6 @@ def load_parts(
         kept_versions=config.engine.kept_versions,
         sleeper=getattr(engine, "sleeper", None),
     )
-
-
-def _connected(
-    connect: Callable[[ImageStore | None], RemoteEngine], images: ImageStore | None, trainer: TorchTrainer
-) -> RemoteEngine:
-    try:
-        return connect(images)
-    except BaseException:
-        trainer.close()
-        raise
 
 
 def _load_trainer(model_dir: Path, config: TrainerConfig, images: ImageStore | None) -> TorchTrainer:

@@ -178,13 +178,13 @@ class Worker:
             self._error = error
         finally:
             try:
-                parts.engine.close()
-            finally:
                 if parts.training is not None:
                     parts.training.close()
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+                parts.engine.close()
+            finally:
+                with self._changed:
+                    self._ended = True
+                    self._changed.notify_all()
 
     def _advance(self) -> None:
         """Wait for something to do, and do one thing."""

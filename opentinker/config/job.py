@@ -112,12 +112,24 @@ class TrainerConfig(Config):
     """Type of weights and activations, in trainer and engine. Master weights and optimizer state are float32 always."""
     pack_tokens: Annotated[int, Field(ge=16)] = 1024
     """Tokens in one packed forward pass. A group that does not fit is split."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the layers until the backward pass, which then computes the rest again: less memory for a pack,
+    so longer ones fit, for more time. The numbers are the same, bit for bit."""
     ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that train together, each on a GPU of its own, or on a CPU slot. Each computes a part of every batch, and holds
     a share of the optimizer's state and, if the full parameters are trained, of the layers."""
+    shard_base: bool = False
+    """With several ranks and an adapter: share out the layers of the frozen base model, too, so that larger ones fit. Each pass
+    then gathers them, so it is slower. Full parameters are always shared out."""
     drift_limit: Annotated[float, Field(gt=0.0)] = 3.0
     """A publish fails when engine and trainer logprobs on fixed prompts differ by more than this many times version 0's
     difference (and by more than 0.05)."""
+
+    @model_validator(mode="after")
+    def _shared_out_among_several(self) -> "TrainerConfig":
+        if self.shard_base and self.ranks == 1:
+            raise ValueError("shard_base shares out the base model among ranks, and there is one; set ranks to 2 or more")
+        return self
 
 
 class ServerConfig(Config):
@@ -166,7 +178,7 @@ class Resources(Config):
 
     gpus: Gpus | None = None
     """GPUs on one node; None = one GPU if the cluster has any, otherwise one CPU slot; 0 = one CPU slot. A fraction, such as
-    0.25, shares one GPU with other fractions."""
+    0.25, shares one GPU with other fractions. With `trainer.ranks` it is one for each rank."""
     layout: Literal["colocated", "split"] = "colocated"
     """'colocated' keeps trainer and rollout engine in one process and on the same GPUs; 'split' gives the engine a process and
     resources of its own, maybe on another node, and samples while the trainer computes."""
@@ -419,8 +431,8 @@ class JobConfig(Config):
     def _a_gpu_for_each_rank(self) -> "JobConfig":
         resources, ranks = self.resources, self.trainer_ranks
         key, gpus = "resources.gpus", resources.gpus
-        if resources.trainer is not None:
-            key, gpus = "resources.trainer.gpus", resources.trainer.gpus
+        if resources.layout == "split":
+            key, gpus = "resources.trainer.gpus", resources.roles["trainer"].gpus
         if gpus and ranks > max(1, gpus):
             raise ValueError(f"trainer.ranks={ranks} needs a GPU for each, and {key} is {gpus:g}; set {key}={ranks}")
         return self

@@ -20,6 +20,22 @@ TILE_ROWS = 192
 """Rows that attend together: branches do not see each other, so a product over many of them is mostly wasted."""
 
 
+LONG_ROWS = 768
+"""Tiles of more rows never hold their scores, which would be quadratic in them: 4,000 tokens of 9 heads are 0.3 GiB in bfloat16
+in each layer, until the backward pass."""
+
+
+def _is_long(rows: int) -> bool:
+    return rows > LONG_ROWS
+
+
+def _is_one_sequence(group: Group, start: int, stop: int) -> bool:
+    """Whether the tile is the prompt alone, or one branch."""
+    bounds = {group.start, group.start + group.prompt}
+    bounds |= {group.start + group.prompt + sum(group.branches[:n]) for n in range(1, len(group.branches) + 1)}
+    return not any(start < bound < stop for bound in bounds)
+
+
 class PackLayout:
     """The tiles of a pack on a device, with their masks made once for all layers."""
 
@@ -27,22 +43,28 @@ class PackLayout:
         self.tiles = [(group, start, stop) for group in pack.groups for start, stop in group.tiles(TILE_ROWS)]
         self._positions = pack.positions_T
         self._dtype, self._device = dtype, device
-        self._masks: dict[int | None, list[torch.Tensor]] = {}
+        self._masks: dict[int | None, list[torch.Tensor | None]] = {}
 
-    def masks(self, window: int | None) -> list[torch.Tensor]:
-        """Additive mask of each tile, [rows, keys] in the model's dtype: 0 where a row sees a key, -inf elsewhere.
+    def masks(self, window: int | None) -> list[torch.Tensor | None]:
+        """Additive mask of each tile, [rows, keys] in the model's dtype: 0 where a row sees a key, -inf elsewhere. None for a
+        long tile in which each row sees all keys up to itself: its mask would be as large as its scores.
 
         A tile's keys are the group's prompt, where it isn't in the tile, and the tile. With a sliding `window` a row sees
         only the last `window` positions, itself included.
         """
         if window not in self._masks:
-            self._masks[window] = [self._mask(group, start, stop, window) for group, start, stop in self.tiles]
+            self._masks[window] = [
+                None
+                if window is None and _is_long(stop - start) and _is_one_sequence(group, start, stop)
+                else self._mask(group, start, stop, window)
+                for group, start, stop in self.tiles
+            ]
         return self._masks[window]
 
     def _mask(self, group: Group, start: int, stop: int, window: int | None) -> torch.Tensor:
         rows = np.arange(start, stop) - group.start
         keys = rows if start == group.start else np.concatenate([np.arange(group.prompt), rows])
-        sees = group.mask()[np.ix_(rows, keys)]
+        sees = group.sees(rows, keys)
         if window is not None:
             position = self._positions[group.start : group.stop]
             sees &= position[rows][:, None] - position[keys][None, :] < window
@@ -50,10 +72,18 @@ class PackLayout:
         return torch.from_numpy(additive).to(self._device, self._dtype)
 
 
+def _attend_causally(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of one sequence, query [H, rows, D]; key, value [K, rows, D], by a kernel that holds no scores."""
+    shared = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(shared, 0), value.repeat_interleave(shared, 0)
+    out: torch.Tensor = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scale)
+    return out[0]
+
+
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of one tile: query [H, rows, D]; key, value [K, keys, D] with H a multiple of K; mask [rows, keys]."""
     heads, rows, width = query.shape
-    if query.is_cuda:
+    if query.is_cuda or _is_long(rows):
         shared = heads // key.shape[0]
         key, value = key.repeat_interleave(shared, 0), value.repeat_interleave(shared, 0)
         out: torch.Tensor = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=scale)
@@ -96,11 +126,18 @@ def packed_attention(
     queries, keys, values = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
     parts = []
     for (group, start, _), mask, q, k, v in zip(packed.tiles, packed.masks(sliding_window), queries, keys, values, strict=True):
+        before = 0
         if start == group.start:
-            prompt_k, prompt_v = k[:, : group.prompt], v[:, : group.prompt]
+            prompt_q, prompt_k, prompt_v = (tensor[:, : group.prompt] for tensor in (q, k, v))
         else:
             k, v = torch.cat([prompt_k, k], 1), torch.cat([prompt_v, v], 1)
-        parts.append(_attend(q, k, v, mask, scale))
+            before = group.prompt
+        if mask is None:
+            # Together with the prompt's rows, which are computed once more and dropped, a branch is a plain sequence.
+            whole = torch.cat([prompt_q, q], 1) if before else q
+            parts.append(_attend_causally(whole, k, v, scale)[:, before:])
+        else:
+            parts.append(_attend(q, k, v, mask, scale))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return joined.transpose(0, 1).unsqueeze(0).contiguous(), None
 

@@ -152,14 +152,14 @@ class LeadTrainer(RankTrainer):
             raise self._others.lost
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Let the others do what was done here, in which nothing is exchanged.
+        """Let the others do what was done here, in which nothing is exchanged; a model may be loaded for it.
 
         Raises:
             RanksLostError: one could not.
         """
         doing = f"in {method}"
         self._others.command(method, [arguments] * (self._ranks.count - 1))
-        self._others.collect(doing, self._timeout_s)
+        self._others.collect(doing, LOAD_S)
 
     def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """What a method gives on every rank, with the arguments of each.

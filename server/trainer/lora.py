@@ -4,8 +4,8 @@ A pass says which adapter each of its tokens uses, so tokens of several policies
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,21 @@ class AdapterPass:
             yield
         finally:
             self.policies, self.rows = (), None
+
+    def around(self) -> Callable[[], AbstractContextManager[None]]:
+        """What the current pass uses, to be used once more when the pass is over."""
+        now = self.policies, self.rows
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            before = self.policies, self.rows
+            self.policies, self.rows = now
+            try:
+                yield
+            finally:
+                self.policies, self.rows = before
+
+        return again
 
 
 @dataclass(frozen=True)
@@ -219,10 +234,10 @@ def remove_adapters(model: nn.Module, policy: str) -> None:
             layer.adapters.pop(policy, None)
 
 
-def merged_weight(layer: LoraLinear, policy: str) -> torch.Tensor:
+def merged_weight(weight: torch.Tensor, layer: LoraLinear, policy: str) -> torch.Tensor:
     """The layer's weight with the policy's adapter in it; see `merge`."""
     adapter = layer.adapters[policy]
-    return merge(layer.base.weight.detach(), adapter.A.detach(), adapter.B.detach(), adapter.scale)
+    return merge(weight, adapter.A.detach(), adapter.B.detach(), adapter.scale)
 
 
 def merge(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float) -> torch.Tensor:

@@ -32,9 +32,15 @@ class Group:
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """Which row (first axis) sees which (second axis), bool[L, L]."""
+        every = np.arange(self.stop - self.start)
+        return self.sees(every, every)
+
+    def sees(self, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these rows (first axis) see which of these keys (second axis); both count from the group's start."""
         branch_L = np.repeat(np.arange(len(self.branches) + 1), (self.prompt, *self.branches))
-        shared = (branch_L[None, :] == 0) | (branch_L[None, :] == branch_L[:, None])
-        return np.tril(shared)
+        of_key = branch_L[keys][None, :]
+        seen: npt.NDArray[np.bool_] = ((of_key == 0) | (of_key == branch_L[rows][:, None])) & (keys[None, :] <= rows[:, None])
+        return seen
 
     def tiles(self, rows: int) -> list[tuple[int, int]]:
         """(start, stop) in the pack of consecutive parts of at most `rows` rows, if they can be had without cutting the

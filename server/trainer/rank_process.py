@@ -4,9 +4,9 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -61,6 +61,10 @@ class RankProcess:
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         ours, theirs = socket.socketpair()
+        # A rank that hangs takes no more than a buffer of a message, and may have sent a part of one.
+        limit = struct.pack("ll", int(spec.meeting.timeout_s), int(spec.meeting.timeout_s % 1 * 1e6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, limit)
         with theirs:
             code = (
                 f"import sys; sys.path[:] = {[p or os.getcwd() for p in sys.path]!r}; "
@@ -68,7 +72,10 @@ class RankProcess:
             )
             environment = {**os.environ, "OMP_NUM_THREADS": str(spec.threads)}
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), spec.meeting.descriptor],
+                env=environment,
             )
         self._connection = Connection(ours.detach())
         self.send(spec)
@@ -81,6 +88,8 @@ class RankProcess:
         """Raises: RanksLostError when nobody is there."""
         try:
             self._connection.send(message)
+        except BlockingIOError as error:
+            raise RanksLostError(f"{self} did not take a command in time", hint=_HINT) from error
         except OSError as error:
             raise self.lost("before it got a command") from error
 
@@ -95,6 +104,8 @@ class RankProcess:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 raise RanksLostError(f"{self} did not answer in time, {doing}", hint=_HINT)
             kind, content = self._connection.recv()
+        except BlockingIOError as error:
+            raise RanksLostError(f"{self} did not answer in time, {doing}", hint=_HINT) from error
         except (EOFError, OSError) as error:
             raise self.lost(doing) from error
         if kind == "agreed":
@@ -235,7 +246,6 @@ class RankProcesses:
         processes, self._processes = self._processes, []
         for process in processes:
             process.stop(at_once=at_once)
-        shutil.rmtree(Path(self._meeting.file).parent, ignore_errors=True)
 
 
 _HINT = "the last checkpoint holds; the server's log has the traceback: `opentinker logs JOB --server`"

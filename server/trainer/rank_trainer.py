@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from opentinker.client.messages import SCALAR_LOSSES, AdamParams, Datum, FloatArray, LossConfig, TokenChunk, TokenScore
 from opentinker.config.job import TrainerConfig
 from opentinker.errors import TrainerError
+from opentinker.server.trainer.identity import base_digest
 from opentinker.server.trainer.losses import merge_metrics
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
@@ -42,8 +43,21 @@ class RankTrainer(TorchTrainer):
         self._problem: Exception | None = None
         super().__init__(model_dir, config, device=ranks.device)
 
+    def _load_base(self) -> PackedModel:
+        base = super()._load_base()
+        if self._config.shard_base:
+            if self._base is None:
+                self._base = base_digest(base.names.items())
+            self._ranks.shard(base)
+        return base
+
     def _before_full(self, model: PackedModel) -> None:
-        self._ranks.shard(model)
+        if not _is_sharded(model):
+            self._ranks.shard(model)
+
+    def _exchanges(self, policy: str) -> bool:
+        """Whether the passes of the policy and its critic need all ranks."""
+        return self._config.shard_base or not self.is_lora(policy)
 
     def _optimizer(self, name: str, parameters: Mapping[str, nn.Parameter]) -> MasterOptimizer:
         self._optimizers[name] = RowOptimizer(parameters, self._ranks)
@@ -54,7 +68,7 @@ class RankTrainer(TorchTrainer):
         gone = [name for name, optimizer in self._optimizers.items() if optimizer.closed]
         for name in gone:
             del self._optimizers[name]
-        if _is_sharded(self._model):  # adapters are trained on a whole one
+        if _is_sharded(self._model) and not self._config.shard_base:
             self._model = self._load_base()
 
     def score_share(
@@ -63,10 +77,10 @@ class RankTrainer(TorchTrainer):
         """What is asked for of the share's data.
 
         Raises:
-            AgreedError: of an adapter, whose passes exchange nothing, on any rank.
+            AgreedError: it failed on any rank, in passes that exchange nothing.
         """
         with torch.no_grad():
-            if not self.is_lora(policy):
+            if self._exchanges(policy):
                 scores = self._score_packs(policy, share.data, share.packs, compute, temperature)
                 for _ in range(share.passes - len(share.packs)):
                     self._score_packs(policy, *_nothing(), compute, temperature)
@@ -92,10 +106,10 @@ class RankTrainer(TorchTrainer):
             try:
                 metrics += [self._train_pack(policy, share.data, pack, loss, factor, scores) for pack in share.packs]
             except Exception as error:
-                if not self.is_lora(policy):
+                if self._exchanges(policy):
                     raise  # the others are waiting in the middle of a pass
                 self._problem = error
-            if not self.is_lora(policy):
+            if self._exchanges(policy):
                 for _ in range(share.passes - len(share.packs)):
                     self._train_nothing(policy, loss)
             if not self._ranks.agree(self._problem is None):

@@ -4,12 +4,11 @@ A tensor is dealt out by the rows of its first axis, as `torch.chunk` cuts them,
 have fewer rows than others, or none. N = ranks, W = numbers of one rank.
 """
 
-import tempfile
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,13 +32,18 @@ BUCKET_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of one trainer find each other: a file of theirs, no port."""
+    """Where the ranks of one trainer find each other: a file in memory that they have open and that ends with them; no port."""
 
     count: int
     timeout_s: float
     """How long a rank waits for the others in any one exchange."""
-    file: str = field(default_factory=lambda: str(Path(tempfile.mkdtemp(prefix="opentinker-ranks-")) / "store"))
+    descriptor: int = field(default_factory=lambda: os.memfd_create("opentinker-ranks"))
+    """Inherited by the other ranks."""
     name: str = field(default_factory=lambda: f"opentinker-{uuid.uuid4().hex}")
+
+    @property
+    def file(self) -> str:
+        return f"/proc/self/fd/{self.descriptor}"
 
 
 class Ranks:
@@ -55,7 +59,7 @@ class Ranks:
             RuntimeError: they do not come in time.
         """
         self.rank, self.count, self.device = rank, meeting.count, device
-        self._name = meeting.name
+        self._meeting = meeting
         store = PrefixStore(meeting.name, FileStore(meeting.file, meeting.count))
         store.set_timeout(timedelta(seconds=meeting.timeout_s))
         self._group = ProcessGroup(store, rank, meeting.count)
@@ -74,7 +78,9 @@ class Ranks:
             self._group.abort()
 
     def close(self) -> None:
-        _unregister_process_group(GroupName(self._name))
+        """Forget the others. Nothing else is called after it."""
+        _unregister_process_group(GroupName(self._meeting.name))
+        os.close(self._meeting.descriptor)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows, a view."""
@@ -116,7 +122,8 @@ class Ranks:
             flat = own_W.new_empty(self.count * len(own_W))
             dist.all_gather_single(flat, own_W, group=self._group)
             for part_NW, (_, shape) in zip(torch.split(flat.view(self.count, -1), widths, 1), bucket, strict=True):
-                yield part_NW.reshape(-1)[: shape.numel()].view(shape)
+                # A clone, for a view of one number could keep a stride that other code stumbles over.
+                yield part_NW.reshape(-1)[: shape.numel()].clone(memory_format=torch.contiguous_format).view(shape)
 
     def shard(self, packed: PackedModel) -> None:
         """Deal out the parameters of the model's layers, in place: a layer is whole while it is computed, and gradients are

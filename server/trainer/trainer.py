@@ -33,6 +33,7 @@ from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.packing import Pack, pack_data
+from opentinker.server.trainer.recompute import recompute_layers
 from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, classifier_config
 
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -73,13 +74,16 @@ class TorchTrainer:
         self._images = images
         self._adapter_pass = lora.AdapterPass()
         self._policies: dict[str, _Policy] = {}
-        self._model = self._load_base()
         self._base: str | None = None
+        self._model = self._load_base()
         self._reference: PackedModel | None = None
         """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
     def _load_base(self) -> PackedModel:
-        return PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device, self._images)
+        base = PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device, self._images)
+        if self._config.activation_checkpointing:
+            recompute_layers(base.model, self._adapter_pass.around)
+        return base
 
     def create_policy(self, policy: str, spec: PolicySpec) -> None:
         """Add a policy at its initial weights; `spec.checkpoint` is for `load`.
@@ -244,7 +248,8 @@ class TorchTrainer:
         adapted = self._adapted_layers(policy) if self.is_lora(policy) else {}
         for name, tensor in self._whole(self._model.names).items():
             layer = adapted.get(name)
-            yield name, tensor.detach() if layer is None else lora.merged_weight(layer, policy)
+            weight = tensor.detach()
+            yield name, weight if layer is None else lora.merged_weight(weight, layer, policy)
 
     def _whole(self, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.Tensor]:
         """The parameters as full tensors; each is valid until the next one is asked for."""

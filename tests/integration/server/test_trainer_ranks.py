@@ -27,8 +27,8 @@ BATCHES = [make_data(2, 4, seed=0), make_data(3, 3, seed=1), make_data(1, 1, see
 """The third has data for one rank only."""
 
 
-def start(model_dir: Path, *, dtype: str = "float32", timeout_s: float = 60.0) -> LeadTrainer:
-    config = TrainerConfig.model_validate({"dtype": dtype, "pack_tokens": 64, "ranks": 2})
+def start(model_dir: Path, *, timeout_s: float = 60.0, **more: Any) -> LeadTrainer:
+    config = TrainerConfig.model_validate({"dtype": "float32", "pack_tokens": 64, "ranks": 2, **more})
     return LeadTrainer(model_dir, config, device="cpu", timeout_s=timeout_s)
 
 
@@ -234,7 +234,9 @@ def test_a_resumed_run_is_one_that_was_never_interrupted_bit_for_bit(
     assert_same(state(two), whole)
 
 
-def test_bfloat16_weights_have_float32_masters_on_two_ranks(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_bfloat16_weights_have_float32_masters_and_a_rank_that_fails_alone_is_named(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
     one, two = make_trainer(tiny_model_dir, dtype="bfloat16"), start(tiny_model_dir, dtype="bfloat16")
     try:
         create((one, two), None)
@@ -249,6 +251,37 @@ def test_bfloat16_weights_have_float32_masters_on_two_ranks(tiny_model_dir: Path
         for name, tensor in weights(two).items():
             if f"master/{name}" in masters:
                 assert torch.equal(masters[f"master/{name}"].bfloat16(), tensor)
+        # A command that fails on one rank alone, while the other waits for it in the middle of a pass.
+        mine, theirs = two._share_out(BATCHES[0], 1)
+        with pytest.raises(TrainerError, match=r"rank 1 of 2 .* failed in train_share: this server has no policy nobody"):
+            two._all("train_share", [("p", mine, PPO, 1.0), ("nobody", theirs, PPO, 1.0)])
+    finally:
+        two.close()
+
+
+def test_adapters_learn_the_same_on_a_base_that_is_sharded_until_a_rank_is_killed(
+    one: TorchTrainer, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    two = start(tiny_model_dir, shard_base=True, activation_checkpointing=True)
+    try:
+        create((one, two), {"rank": 4}, critic={"rank": 2})
+        for data in BATCHES[:3]:
+            ends = [train(trainer, data) for trainer in (one, two)]
+            assert ends[0] == pytest.approx(ends[1], rel=1e-5)
+        assert_same(weights(two), weights(one), relative=1e-5)
+        for name in ("logprobs", "reference_logprobs", "values"):
+            mine, theirs = (trainer.forward("p", BATCHES[3], compute=(name,))[name] for trainer in (two, one))  # type: ignore[arg-type, index]
+            for a, b in zip(mine, theirs, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-5)
+        one.save("p", tmp_path / "c")
+        two.load("p", tmp_path / "c")
+        assert_same(weights(two), weights(one))
+        two.delete_policy("p")
+        create((two,), None)
+        train(two, BATCHES[0])
+        (pid,) = two.pids
+        os.kill(pid, signal.SIGKILL)
+        assert_lost(two, pid, "was killed by SIGKILL")
     finally:
         two.close()
 
@@ -271,30 +304,33 @@ def test_weights_need_not_be_taken_to_the_last(two: LeadTrainer) -> None:
     train(two, BATCHES[0])
 
 
-@pytest.mark.parametrize(("sent", "lora"), [(signal.SIGKILL, None), (signal.SIGSTOP, {"rank": 4})], ids=["killed", "stopped"])
-def test_a_lost_rank_is_named_and_every_later_command_refused(
-    tiny_model_dir: Path, sent: signal.Signals, lora: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+def assert_lost(trainer: LeadTrainer, pid: int, how: str) -> None:
+    """The next command names the rank and says how it was lost, later ones too, and nothing is left of it."""
+    with pytest.raises(TrainerError, match=rf"rank 1 of 2 of the trainer \(pid {pid}\) {how}") as caught:
+        train(trainer, BATCHES[0])
+    assert isinstance(caught.value, ServerLostError)
+    for refused in (
+        lambda: train(trainer, BATCHES[0]),
+        lambda: trainer.forward("p", BATCHES[0]),
+        lambda: trainer.create_policy("q", PolicySpec(lora={"rank": 2})),
+        lambda: list(trainer.full_weights("p")),
+    ):
+        with pytest.raises(TrainerError, match="rank 1 of 2"):
+            refused()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_rank_that_hangs_is_named_and_every_later_command_refused(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_process, "REPORT_S", 1.0)
-    trainer = start(tiny_model_dir, timeout_s=5.0 if sent == signal.SIGSTOP else 60.0)
+    trainer = start(tiny_model_dir, timeout_s=5.0)
     try:
-        create((trainer,), lora)
+        create((trainer,), {"rank": 4})
         train(trainer, BATCHES[0])
         (pid,) = trainer.pids
-        os.kill(pid, sent)
-        words = "was killed by SIGKILL" if sent == signal.SIGKILL else "did not answer in time"
-        with pytest.raises(TrainerError, match=rf"rank 1 of 2 of the trainer \(pid {pid}\) {words}") as caught:
-            train(trainer, BATCHES[0])
-        assert isinstance(caught.value, ServerLostError)
-        for refused in (
-            lambda: train(trainer, BATCHES[0]),
-            lambda: trainer.forward("p", BATCHES[0]),
-            lambda: trainer.create_policy("q", PolicySpec(lora={"rank": 2})),
-            lambda: list(trainer.full_weights("p")),
-        ):
-            with pytest.raises(TrainerError, match="rank 1 of 2"):
-                refused()
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+        os.kill(pid, signal.SIGSTOP)
+        assert_lost(trainer, pid, "did not answer in time")
     finally:
         trainer.close()

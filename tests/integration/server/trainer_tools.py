@@ -35,8 +35,8 @@ def make_data(groups: int = 2, size: int = 4, *, seed: int = 0) -> list[Datum]:
     ]
 
 
-def make_trainer(model_dir: Path, *, dtype: str = "float32", pack_tokens: int = 64) -> TorchTrainer:
-    config = TrainerConfig.model_validate({"dtype": dtype, "pack_tokens": pack_tokens})
+def make_trainer(model_dir: Path, *, dtype: str = "float32", pack_tokens: int = 64, **fields: object) -> TorchTrainer:
+    config = TrainerConfig.model_validate({"dtype": dtype, "pack_tokens": pack_tokens, **fields})
     return TorchTrainer(model_dir, config, device="cpu")
 
 

@@ -40,10 +40,14 @@ def dense(pack: Pack, window: int | None, q: torch.Tensor, k: torch.Tensor, v: t
     return (torch.softmax(scores, -1) @ v).transpose(1, 2)
 
 
+@pytest.mark.parametrize("long_rows", [0, 4, 768])
 @pytest.mark.parametrize("tile_rows", [1, 8, 1000])
 @pytest.mark.parametrize("window", [None, 3])
-def test_tiles_attend_as_one_dense_mask_does(tile_rows: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_attend_as_one_dense_mask_does(
+    tile_rows: int, long_rows: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention, "TILE_ROWS", tile_rows)
+    monkeypatch.setattr(attention, "LONG_ROWS", long_rows)
     pack = make_pack()
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
