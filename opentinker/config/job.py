@@ -725,12 +725,6 @@ class InferenceJobConfig(JobConfig):
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
 
 
-def _bound_elsewhere(agent: Any) -> bool:
-    """Whether an agent's config, validated or not, gives it no policy of its own."""
-    fields = agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
-    return bool(fields.get("policy") or fields.get("script"))
-
-
 def _with_whole_gpu(values: Any) -> Any:
     """The fields of a job whose engine has its GPU to itself, if they do not say otherwise."""
     engine = values.get("engine", {}) if isinstance(values, Mapping) else None
@@ -739,6 +733,12 @@ def _with_whole_gpu(values: Any) -> Any:
     if isinstance(engine, Mapping) and "memory_fraction" not in engine:
         return {**values, "engine": {**engine, "memory_fraction": INFERENCE_MEMORY_FRACTION}}
     return values
+
+
+def _bound_elsewhere(agent: Any) -> bool:
+    """Whether an agent's config, validated or not, gives it no policy of its own."""
+    fields = agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
+    return bool(fields.get("policy") or fields.get("script"))
 
 
 def _training_server(base_model: str, engine: EngineConfig, trainer: TrainerConfig) -> ServerConfig:

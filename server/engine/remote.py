@@ -66,13 +66,13 @@ class RemoteEngine:
         return self.info.max_model_len
 
     @property
-    def answered(self) -> bool:
-        """Whether `step` has something to give, or to raise."""
+    def needs_step(self) -> bool:
+        """Whether `step` has something to send, to give, or to raise."""
         with self._changed:
-            return bool(self._ready) or self._lost is not None
+            return bool(self._ready or self._outgoing) or self._lost is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until `answered`, but no longer than `timeout_s`."""
+        """Wait until `step` has something to give, or to raise, but no longer than `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._lost is not None, timeout_s)
 

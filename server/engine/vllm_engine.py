@@ -93,8 +93,11 @@ class VllmEngine:
             arguments["gpu_memory_utilization"] = config.memory_fraction
         if config.tensor_parallel > 1:
             arguments |= {"tensor_parallel_size": config.tensor_parallel, "distributed_executor_backend": "mp"}
-            if current_platform.is_cpu() and config.enforce_eager:
-                os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in the ranks' processes, as `_compilation` is in this one
+            if current_platform.is_cpu():
+                # vLLM would give each rank a NUMA node of its own, and refuse to start where there are fewer.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+                if config.enforce_eager:
+                    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in the ranks' processes, as `_compilation` is in this one
         if sleeps:
             arguments["enable_sleep_mode"] = True
         if images is not None:
