@@ -330,7 +330,7 @@ class RLLoop:
         if not batch.data:
             return None
         loss = loss_config(self.config.algorithm, self.config.sampling.temperature)
-        critic = critic_step(self.config.algorithm, optimizer, self.steps_done + 1)
+        critic = critic_step(self.config.algorithm, optimizer, self.steps_done + 1, self.config.training.steps)
         return await self._policy.train_step(
             batch.data, batch.minibatches, loss, optimizer, critic=critic, publish=critic is None or not critic.alone
         )

@@ -46,7 +46,8 @@ class Digits(Environment):
 
     def step(self, action: Action):
         self.turns += 1
-        score = sum(c.isascii() and c.isdigit() for c in action.text) / max(len(action.text), 1) / 2
+        said = "".join(action.text.split())
+        score = sum(c.isascii() and c.isdigit() for c in said) / max(len(said), 1) / 2
         return StepResult(observation="And then?", reward=self.sign * score, done=self.turns == 2)
 '''
 ADVANTAGES = '''
@@ -92,7 +93,7 @@ def config_of(name: str, model: Path, steps: int) -> dict[str, Any]:
         "sampling": {"max_tokens": 3},
         "rollout": {"groups_per_step": 4, "max_turns": 2},
         "evaluation": {"samples_per_task": 32},
-        "training": {"steps": steps, "seed": 1, "optimizer": {"learning_rate": 0.0 if name == "control" else 3e-3}},
+        "training": {"steps": steps, "seed": 1, "optimizer": {"learning_rate": 0.0 if name == "control" else 2e-3}},
     }
 
 
