@@ -96,6 +96,12 @@ class TrainerConfig(Config):
     activation_checkpointing: bool = False
     """Keep only the inputs of the layers until the backward pass, which then computes the rest again: less memory for a pack,
     so longer ones fit, for more time. The numbers are the same, bit for bit."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """How the trainer attends: `sdpa` tile by tile, `flex` with one FlexAttention kernel over a pack, which is compiled (CUDA
+    only); `auto` = sdpa."""
+    memory_gb: Annotated[float, Field(gt=0.0)] | None = None
+    """Memory (10^9 bytes) that one pass may take, beside weights, gradients and optimizer state; None: most of what is free
+    when it begins. Packs that would take more are made smaller, and data that cannot fit are refused."""
     drift_limit: Annotated[float, Field(gt=0.0)] = 3.0
     """A publish fails when engine and trainer logprobs on fixed prompts differ by more than this many times version 0's
     difference (and by more than 0.05)."""
