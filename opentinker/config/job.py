@@ -415,7 +415,7 @@ class JobConfig(Config):
     @model_validator(mode="after")
     def _a_gpu_for_each_part_of_the_engine(self) -> "JobConfig":
         ranks, resources = self.engine.tensor_parallel, self.resources
-        if ranks == 1:
+        if ranks == 1 and resources.layout != "split":
             return self
         if self.trains and resources.layout != "split":
             raise ValueError(
@@ -423,9 +423,9 @@ class JobConfig(Config):
             )
         split = resources.layout == "split"
         key, gpus = ("rollout.gpus", resources.roles["rollout"].gpus) if split else ("gpus", resources.gpus)
-        if gpus and gpus != ranks:
+        if gpus and max(1, gpus) != ranks:
             raise ValueError(
-                f"engine.tensor_parallel={ranks} needs a GPU for each part, and resources.{key} is {gpus:g}; leave that out"
+                f"engine.tensor_parallel={ranks} takes a GPU for each part, and resources.{key} is {gpus:g}; give both the same"
             )
         return self
 

@@ -148,7 +148,7 @@ class VllmEngine:
         self.sleeper = Sleeper(self, torch.cuda.empty_cache) if sleeps else None
         """Has the engine give its memory up, if it was started for that."""
         self._bucket_bytes = config.bucket_mib << 20
-        self._relay = SharedCarrier()
+        self._relay = SharedCarrier() if self._ranks > 1 else None
         self._broken = False
         self._closed = False
 
@@ -378,7 +378,7 @@ class VllmEngine:
         self._on_workers(begin_update, update)
 
     def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
-        if self._ranks > 1 and not isinstance(payload, SharedPayload):
+        if self._relay is not None and not isinstance(payload, SharedPayload):
             # It came from another machine: once from here on, and not once for each rank.
             self._relay.room(bucket.nbytes).copy_(payload.open()[: bucket.nbytes])
             payload = self._relay.payload(bucket.nbytes)
@@ -428,7 +428,8 @@ class VllmEngine:
         self._tell(Event.CLOSE)
         self.abort_all()
         self._engine.engine_core.shutdown()
-        self._relay.close()
+        if self._relay is not None:
+            self._relay.close()
         del self._engine
         cleanup_dist_env_and_memory()
 
