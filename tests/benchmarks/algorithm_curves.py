@@ -205,11 +205,13 @@ def draw(folder: Path, image: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["run", "draw"])
-    parser.add_argument("names", nargs="*", choices=[*ALGORITHMS, "all"])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(ALGORITHMS)}; or all")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--image", type=Path, default=TESTS.parent / "docs" / "images" / "algorithms.png")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in (*ALGORITHMS, "all")]:
+        parser.error(f"there is no {unknown[0]!r}; there are {', '.join(ALGORITHMS)}")
     if arguments.what == "run":
         run(list(ALGORITHMS) if "all" in arguments.names else arguments.names, arguments.folder, arguments.steps)
     else:
