@@ -273,6 +273,17 @@ async def test_a_scripted_player_plays_and_leaves_no_trajectory() -> None:
     assert all(text.startswith("black ") for text in heard)
 
 
+async def test_what_an_agent_earns_without_ever_acting_is_counted_and_trains_nothing() -> None:
+    class Forfeit(Relay):
+        def step(self, agent: str, action: Action) -> MultiStepResult:
+            return MultiStepResult({"black": -1.0, "white": 1.0}, done=True)
+
+    groups = await runner(Forfeit).run(policies(Forfeit), ["x"], 1, step=0)
+    [black], [white] = groups["black"][0].episodes, groups["white"][0].episodes
+    assert (black.reward, white.reward) == (-1.0 + 0.25, 1.0 - 0.25)
+    assert (white.rewards, white.turns, white.trains) == ([], 0, False)
+
+
 @pytest.mark.parametrize("scripted", [False, True])
 @pytest.mark.parametrize("on_late", ["abort", "forfeit", "skip", "fail"])
 async def test_an_agent_that_is_late_is_dealt_with_as_configured_and_named(on_late: OnLate, scripted: bool) -> None:
