@@ -16,9 +16,10 @@ pytest.importorskip("pygame", reason="pip install pygame-ce: PettingZoo's classi
 
 from pettingzoo.classic import connect_four_v3, rps_v2, tictactoe_v3
 
+from opentinker.client.functions import refuse_adapter_functions
 from opentinker.client.messages import Sample, SamplingParams
 from opentinker.config.agents import TurnsConfig
-from opentinker.config.job import RolloutConfig
+from opentinker.config.job import RLJobConfig, RolloutConfig
 from opentinker.env.adapters.pettingzoo_parallel import PettingZooParallel
 from opentinker.env.environment import Action, Environment, Message
 from opentinker.env.load import load_environment, load_for_one
@@ -32,6 +33,7 @@ from opentinker.rollout.types import Episode, Termination
 
 TTT, FOUR = "pettingzoo_aec:classic.tictactoe_v3", "pettingzoo_aec:classic.connect_four_v3"
 RPS = "pettingzoo_parallel:classic.rps_v2"
+OUT, AUCTION = "pettingzoo_aec:game_of_out", "pettingzoo_parallel:game_of_auction"
 STOP = 1
 
 
@@ -318,69 +320,13 @@ def test_chess_and_go_are_played_to_their_end(name: str, args: dict[str, Any]) -
     assert all(numbers["won"] + numbers["lost"] + numbers["draw"] == 1 for numbers in metrics.values())
 
 
-OUT = '''
-from gymnasium.spaces import Discrete
-from pettingzoo import AECEnv
-
-
-class Out(AECEnv):
-    """Who plays 1 is out and pays the others; the last one is out, too. Each sees how often it played. The last seat begins."""
-
-    metadata = {"name": "out_v0"}
-
-    def __init__(self, players=3):
-        super().__init__()
-        self.possible_agents = list("abcdefgh"[:players])
-        self._spaces = {agent: Discrete(2) for agent in self.possible_agents}
-
-    def action_space(self, agent):
-        return self._spaces[agent]
-
-    def observe(self, agent):
-        return self.count[agent]
-
-    def close(self):
-        pass
-
-    def reset(self, seed=None, options=None):
-        self.agents = self.possible_agents[:]
-        self.count = dict.fromkeys(self.agents, 0)
-        self.rewards, self._cumulative_rewards = dict.fromkeys(self.agents, 0), dict.fromkeys(self.agents, 0)
-        self.terminations, self.truncations = dict.fromkeys(self.agents, False), dict.fromkeys(self.agents, False)
-        self.infos = {agent: {} for agent in self.agents}
-        self.agent_selection = self.agents[-1]
-
-    def step(self, action):
-        agent = self.agent_selection
-        if self.terminations[agent]:
-            return self._was_dead_step(action)
-        self._cumulative_rewards[agent] = 0
-        self._clear_rewards()
-        self.count[agent] += 1
-        others = [other for other in self.agents if other != agent]
-        self.agent_selection = self.agents[(self.agents.index(agent) + 1) % len(self.agents)]
-        if action == 1:
-            self.terminations[agent] = True
-            self.rewards = {name: -1 if name == agent else 1 / len(others) for name in self.agents}
-            if len(others) == 1:
-                self.terminations[others[0]] = True
-        self._accumulate_rewards()
-        self._deads_step_first()
-
-
-env = Out
-'''
-
-
 @pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "game_of_out.py").write_text(OUT)
-    monkeypatch.syspath_prepend(tmp_path)
-    return "pettingzoo_aec:game_of_out"
+def games_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent / "games")
 
 
-async def test_agents_leave_and_the_others_go_on_in_the_games_order(out: str) -> None:
-    games = await play(out, a=script("1"), b=script("0", "1"), c=script("0", "0"))
+async def test_agents_leave_and_the_others_go_on_in_the_games_order(games_of_ours: None) -> None:
+    games = await play(OUT, a=script("1"), b=script("0", "1"), c=script("0", "0"))
     assert {name: episode.rewards for name, episode in games.items()} == {"a": [-1], "b": [0.5, -1], "c": [0.5, 1]}
     assert [episode.metrics["won"] for episode in games.values()] == [0, 0, 1]
     assert shown(games["c"])[0] == "You play out_v0 as c.\n\nObservation: 0\nLegal moves: 0, 1"
@@ -390,23 +336,23 @@ async def test_agents_leave_and_the_others_go_on_in_the_games_order(out: str) ->
     )
 
 
-def test_rewards_of_many_agents_are_those_of_pettingzoo(out: str) -> None:
+def test_rewards_of_many_agents_are_those_of_pettingzoo(games_of_ours: None) -> None:
     make = importlib.import_module("game_of_out").env
     for seed in range(50):
-        earned, moves, _ = random_game(game_of(out)(), seed)
+        earned, moves, _ = random_game(game_of(OUT)(), seed)
         assert earned == pytest.approx(plainly(make(), [int(move) for move in moves], seed))
 
 
-async def test_an_illegal_answer_of_one_of_many_ends_the_game_without_a_winner(out: str) -> None:
-    games = await play(out, {"illegal": "end"}, a=script("1"), b=script("2"), c=script("0"))
+async def test_an_illegal_answer_of_one_of_many_ends_the_game_without_a_winner(games_of_ours: None) -> None:
+    games = await play(OUT, {"illegal": "end"}, a=script("1"), b=script("2"), c=script("0"))
     assert {name: episode.rewards for name, episode in games.items()} == {"a": [-1], "b": [-0.5], "c": [0.5]}
     assert games["b"].metrics["lost"] == 1
     assert "won" not in games["c"].metrics
 
 
-async def test_arguments_that_change_the_agents_need_a_class_that_names_them(out: str, tmp_path: Path) -> None:
+async def test_arguments_that_change_the_agents_need_a_class_that_names_them(games_of_ours: None, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the agents of game_of_out are a, b, not a, b, c") as refused:
-        load_environment(out).task_source("train", {"players": 2})
+        load_environment(OUT).task_source("train", {"players": 2})
     assert "derive a class that sets `agents`" in str(refused.value.hint)
     (tmp_path / "two_are_out.py").write_text(
         "from opentinker.env.adapters.pettingzoo_aec import environment_class\n\n\n"
@@ -416,6 +362,31 @@ async def test_arguments_that_change_the_agents_need_a_class_that_names_them(out
     )
     games = await play(f"{tmp_path}/two_are_out.py:Two", a=script("1"), b=script("0"))
     assert {name: episode.rewards for name, episode in games.items()} == {"a": [-1], "b": [1]}
+
+
+async def test_agents_leave_a_simultaneous_game_and_a_mask_in_the_infos_counts(games_of_ours: None) -> None:
+    games = await play(AUCTION, a=script("1", "2", "1"), b=script("0"), c=script("2", "1", "1"), task={"seed": 1})
+    assert games["b"].rewards == [0]
+    assert games["b"].termination is Termination.DONE
+    assert shown(games["a"])[0].endswith("Observation: 3\nLegal moves: 0, 1")
+    assert shown(games["a"])[2].endswith("Observation: 2\nLegal moves: 0, 1, 2")
+    assert shown(games["c"])[1].startswith("Your answer named no legal move: 1 was played for you.")
+    assert games["a"].rewards == [0, 1, 0]
+    assert games["c"].rewards == pytest.approx([-0.1, 0, 0])
+    assert not {"won", "lost", "draw"} & set(games["a"].metrics), "the game's rewards do not sum to zero"
+
+
+async def test_who_forfeits_has_lost() -> None:
+    def breaks(messages: Sequence[Message], numbers: random.Random) -> str:
+        raise RuntimeError("no idea")
+
+    for name in (TTT, RPS):
+        first, second = game_of(name).agents
+        players: dict[str, Player] = {first: one_of("5", "rock"), second: ScriptedPlayer(breaks)}
+        groups = await runner(name, on_late="forfeit").run(players, [{"seed": 1}], 1, step=0)
+        [episode] = groups[first][0].episodes
+        assert episode.metrics["won"] == 1
+        assert shown(episode)[-1] == f"{second} has left. The game is over."
 
 
 async def test_the_same_games_are_played_in_processes(tmp_path: Path) -> None:
@@ -452,6 +423,20 @@ async def test_a_codec_of_ones_own_says_whose_moves_are_told(tmp_path: Path) -> 
     args = {"codec": f"{tmp_path}/mine.py:Mine", "max_cycles": 1}
     games = await play(RPS, args, player_0=script("rock"), player_1=script("paper"))
     assert shown(games["player_0"])[1] == "Your opponent played paper.\n\nplayer_0 looks\nThe game is over."
+
+
+def test_a_codecs_file_does_not_travel_with_a_submitted_job(tmp_path: Path) -> None:
+    path = tmp_path / "own_duel.py"
+    path.write_text(
+        "from opentinker.env.adapters.pettingzoo_aec import environment_class\n\n\n"
+        "class Duel(environment_class('classic.tictactoe_v3')):\n    pass\n"
+    )
+    for name in (TTT, f"{path}:Duel"):
+        job = RLJobConfig.model_validate(
+            {"environment": {"name": name, "args": {"codec": "mine.py:Mine"}}, "base_model": "any"}
+        )
+        with pytest.raises(ConfigError, match=r"mine\.py:Mine does not travel with a submitted job"):
+            refuse_adapter_functions(job, load_environment(name))
 
 
 def test_who_lost_its_turn_plays_a_random_legal_move_where_all_move_at_once() -> None:
