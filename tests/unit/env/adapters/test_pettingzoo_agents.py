@@ -179,6 +179,15 @@ async def test_simultaneous_moves_are_collected_before_the_game_sees_any(monkeyp
     assert first.metrics["draw"] == second.metrics["draw"] == 1, "what counts is the whole game"
 
 
+async def test_what_is_hidden_stays_hidden_where_a_simultaneous_game_is_played_in_turns() -> None:
+    name = "pettingzoo_aec:classic.rps_v2"
+    games = await play(name, {"max_cycles": 2}, player_0=script("rock", "rock"), player_1=script("paper", "scissors"))
+    first, second = games["player_0"], games["player_1"]
+    assert shown(second)[0].endswith("Nothing has been played yet.\nLegal moves: rock, paper, scissors")
+    assert shown(second)[1] == "The opponent's last choice: rock.\nLegal moves: rock, paper, scissors"
+    assert (first.rewards, second.rewards) == ([-1, 1], [1, -1])
+
+
 async def test_a_game_with_more_choices_names_them() -> None:
     games = await play(RPS, {"max_cycles": 1, "num_actions": 5}, player_0=script("spock"), player_1=script("lizard"))
     assert "Answer with one of the 5." in shown(games["player_0"])[0]
