@@ -220,7 +220,10 @@ class RayLauncher:
         async def engine_up() -> None:
             if parts.engine is not None:
                 parts.pids["engine"] = int((await parts.engine.describe.remote())["pid"])
-                parts.engine_gpus = tuple(await parts.engine.__ray_call__.remote(own_gpu_indexes))
+                try:
+                    parts.engine_gpus = await self._gpus_of(parts.engine)
+                except (TimeoutError, RayTaskError) as error:  # their memory is not waited for then
+                    logger.warning("event=gpus_unknown server=%s error=%s", spec.server_id, type(error).__name__)
                 await parts.engine.start.remote(self._settings.start_timeout_s)
 
         async def worker_up() -> dict[str, Any]:
@@ -267,8 +270,11 @@ class RayLauncher:
         return () if parts is None or parts.gpus is None else parts.gpus
 
     async def _learn_gpus(self, parts: _Parts) -> None:
+        parts.gpus = await self._gpus_of(parts.worker)
+
+    async def _gpus_of(self, actor: Any) -> tuple[int, ...]:
         async with asyncio.timeout(self._settings.unresponsive_s):
-            parts.gpus = tuple(await parts.worker.__ray_call__.remote(own_gpu_indexes))
+            return tuple(await actor.__ray_call__.remote(own_gpu_indexes))
 
     async def probe(self, server_id: str) -> Probe:
         parts = await self._known(server_id)

@@ -42,6 +42,11 @@ class Carrier(Protocol):
         ...
 
 
+def can_share() -> bool:
+    """Whether this system has memory that is shared without a file (Linux)."""
+    return hasattr(os, "memfd_create")
+
+
 class SharedPayload:
     """Memory of another process on this machine. It needs no file system and no limit of /dev/shm, and dies with its owner."""
 

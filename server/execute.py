@@ -293,8 +293,16 @@ def _list(value: Any, what: str) -> Sequence[Any]:
 
 
 def _data(state: State, args: dict[str, Any]) -> list[Datum]:
-    data = [Datum.from_wire(body) for body in _list(args.get("data"), "data")]
+    data = [_datum(index, body) for index, body in enumerate(_list(args.get("data"), "data"))]
     return [replace(datum, chunks=resolved(state.parts.images, datum.chunks)) for datum in data]
+
+
+def _datum(index: int, body: Any) -> Datum:
+    try:
+        return Datum.from_wire(body)
+    except InvalidRequestError as error:
+        error.detail = f"datum {index}: {error.detail}"
+        raise
 
 
 def _compute(value: Any) -> tuple[TokenScore, ...]:

@@ -232,7 +232,7 @@ class Worker:
                     self._changed.wait_for(
                         lambda: (
                             self._stopping
-                            or (not self._claimed and (engine.answered or gate.has_startable(self._state.has_version)))
+                            or (not self._claimed and (engine.needs_step or gate.has_startable(self._state.has_version)))
                         )
                     )
                     if self._stopping:

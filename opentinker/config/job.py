@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from opentinker.client.messages import AdamParams, StopString
+from opentinker.config.agents import TurnsConfig
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.preference import (
@@ -414,7 +415,7 @@ class JobConfig(Config):
     @model_validator(mode="after")
     def _a_gpu_for_each_part_of_the_engine(self) -> "JobConfig":
         ranks, resources = self.engine.tensor_parallel, self.resources
-        if ranks == 1:
+        if ranks == 1 and resources.layout != "split":
             return self
         if self.trains and resources.layout != "split":
             raise ValueError(
@@ -422,9 +423,9 @@ class JobConfig(Config):
             )
         split = resources.layout == "split"
         key, gpus = ("rollout.gpus", resources.roles["rollout"].gpus) if split else ("gpus", resources.gpus)
-        if gpus and gpus != ranks:
+        if gpus and max(1, gpus) != ranks:
             raise ValueError(
-                f"engine.tensor_parallel={ranks} needs a GPU for each part, and resources.{key} is {gpus:g}; leave that out"
+                f"engine.tensor_parallel={ranks} takes a GPU for each part, and resources.{key} is {gpus:g}; give both the same"
             )
         return self
 
@@ -479,6 +480,37 @@ class JobConfig(Config):
         """What hosts it."""
 
 
+class AgentConfig(Config):
+    """Who plays a seat of an environment for several agents. Without any field: a policy of its own, which learns as the job
+    says."""
+
+    policy: str = ""
+    """Another agent, whose policy plays this seat, too, and learns from both."""
+    script: str = ""
+    """`path/to/file.py:function` plays instead of a policy: a function of (messages, random numbers) that gives a text."""
+    frozen: bool = False
+    """Its policy is never updated: it plays as it began."""
+    lora: LoraConfig | None = None
+    """Its adapter; None = the job's."""
+    algorithm: AlgorithmConfig | None = None
+    """How it learns; None = the job's."""
+    optimizer: AdamParams | None = None
+    """None = `training.optimizer`."""
+    sampling: SamplingConfig | None = None
+    """None = the job's."""
+
+    @model_validator(mode="after")
+    def _one_player(self) -> "AgentConfig":
+        own = [name for name in ("lora", "algorithm", "optimizer", "sampling") if getattr(self, name) is not None]
+        if self.policy and self.script:
+            raise ValueError(f"bound to two players, the policy of '{self.policy}' and the script {self.script}")
+        if (other := self.policy or self.script) and (own or self.frozen):
+            raise ValueError(f"{', '.join(own) or 'frozen'} has no meaning: '{other}' plays this seat")
+        if self.frozen and (teaches := [name for name in own if name in ("algorithm", "optimizer")]):
+            raise ValueError(f"{' and '.join(teaches)} has no meaning: a frozen policy does not learn")
+        return self
+
+
 class RLJobConfig(JobConfig):
     """A reinforcement-learning job."""
 
@@ -492,8 +524,60 @@ class RLJobConfig(JobConfig):
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     training: RLTrainingConfig = RLTrainingConfig()
+    agents: dict[str, AgentConfig] = Field(default_factory=dict)
+    """Who plays which seat, for an environment of several agents: all of them learn in this one job."""
+    turns: TurnsConfig = TurnsConfig()
+    """With `agents`: what becomes of one that holds up the others."""
     sinks: Sinks = ()
     """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _room_for_agents(cls, values: Any) -> Any:
+        """Where nothing is said of it, the server has room for the adapters of all agents."""
+        agents = values.get("agents") if isinstance(values, Mapping) else None
+        engine = values.get("engine", {}) if isinstance(values, Mapping) else None
+        if isinstance(engine, EngineConfig):
+            engine = engine.model_dump(include=engine.model_fields_set)
+        if isinstance(agents, Mapping) and isinstance(engine, Mapping) and "max_adapters" not in engine:
+            count = sum(not _bound_elsewhere(agent) for agent in agents.values())
+            if count > 1 and values.get("lora") is None:
+                raise ValueError(f"agents: {count} policies share one base model, so they are adapters; set lora")
+            return {**values, "engine": {**engine, "max_adapters": max(count, 1)}}
+        return values
+
+    @model_validator(mode="after")
+    def _agents_have_players(self) -> "RLJobConfig":
+        if not self.agents:
+            return self
+        own = self.policies
+        if not [name for name in own if not self.agents[name].frozen]:
+            raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
+        if self.agents[own[0]].lora not in (None, self.lora):
+            raise ValueError(f"agents.{own[0]} has the job's own policy, so that its adapter is the job's: set lora")
+        for name, agent in self.agents.items():
+            if agent.policy and agent.policy not in own:
+                what = "plays itself" if agent.policy == name else "is no agent with a policy of its own"
+                raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
+        if len(own) > self.engine.max_adapters:
+            raise ValueError(f"agents have {len(own)} policies, and engine.max_adapters is {self.engine.max_adapters}")
+        algorithms = {name: self.agents[name].algorithm or self.algorithm for name in own}
+        if critics := [name for name, algorithm in algorithms.items() if isinstance(algorithm, PPOConfig)]:
+            raise ValueError(f"agents.{critics[0]}: an agent among several cannot learn by PPO with a critic yet")
+        if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
+            sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
+            raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
+        if resampling := [name for name, algorithm in algorithms.items() if algorithm.max_resamples]:
+            raise ValueError(f"agents.{resampling[0]}: algorithm.max_resamples must be 0: all agents play the same episodes")
+        if self.start_from or self.evaluation.keep_best or self.training.stop != StopConfig():
+            raise ValueError("start_from, evaluation.keep_best and training.stop are for a job of one agent")
+        return self
+
+    @property
+    def policies(self) -> list[str]:
+        """The agents with policies of their own. The first of those that learn has the job's own policy."""
+        own = [name for name, agent in self.agents.items() if not (agent.policy or agent.script)]
+        return sorted(own, key=lambda name: self.agents[name].frozen)
 
     @model_validator(mode="after")
     def _action_fits_context(self) -> "RLJobConfig":
@@ -657,6 +741,12 @@ def _with_whole_gpu(values: Any) -> Any:
     if isinstance(engine, Mapping) and "memory_fraction" not in engine:
         return {**values, "engine": {**engine, "memory_fraction": INFERENCE_MEMORY_FRACTION}}
     return values
+
+
+def _bound_elsewhere(agent: Any) -> bool:
+    """Whether an agent's config, validated or not, gives it no policy of its own."""
+    fields = agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
+    return bool(fields.get("policy") or fields.get("script"))
 
 
 def _training_server(base_model: str, engine: EngineConfig, trainer: TrainerConfig) -> ServerConfig:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from opentinker.client.messages import Chunk, FloatArray, SampleRequest, SampleResult
 from opentinker.errors import DeadlineError, ServerLostError
 from opentinker.server.buckets import BUCKET_BYTES, Bucket, BucketAck, Ledger
-from opentinker.server.carriers import Carrier, InlineCarrier, Payload, Probe, SharedCarrier
+from opentinker.server.carriers import Carrier, InlineCarrier, Payload, Probe, SharedCarrier, can_share
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, SampleRefused, WeightAck
 from opentinker.server.engine.host import image_hashes_in
 from opentinker.server.engine.messages import Add, Answer, Call, EngineInfo, EngineLink, Message, Returned, StepFailed
@@ -66,13 +66,13 @@ class RemoteEngine:
         return self.info.max_model_len
 
     @property
-    def answered(self) -> bool:
-        """Whether `step` has something to give, or to raise."""
+    def needs_step(self) -> bool:
+        """Whether `step` has something to send, to give, or to raise."""
         with self._changed:
-            return bool(self._ready) or self._lost is not None
+            return bool(self._ready or self._outgoing) or self._lost is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until `answered`, but no longer than `timeout_s`."""
+        """Wait until `step` has something to give, or to raise, but no longer than `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._lost is not None, timeout_s)
 
@@ -159,8 +159,10 @@ class RemoteEngine:
     def _buffers(self) -> list[Carrier]:
         """Where buckets are put: memory that the engine maps, if it can."""
         if not self._carriers:
-            probe = Probe()
-            shares = probe.is_answer(self.call("read_probe", probe.payload))
+            shares = can_share()
+            if shares:
+                probe = Probe()
+                shares = probe.is_answer(self.call("read_probe", probe.payload))
             self._carriers = [SharedCarrier() if shares else InlineCarrier() for _ in range(BUFFERS)]
         return list(self._carriers)
 

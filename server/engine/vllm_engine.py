@@ -93,8 +93,11 @@ class VllmEngine:
             arguments["gpu_memory_utilization"] = config.memory_fraction
         if config.tensor_parallel > 1:
             arguments |= {"tensor_parallel_size": config.tensor_parallel, "distributed_executor_backend": "mp"}
-            if current_platform.is_cpu() and config.enforce_eager:
-                os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in the ranks' processes, as `_compilation` is in this one
+            if current_platform.is_cpu():
+                # vLLM would give each rank a NUMA node of its own, and refuse to start where there are fewer.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+                if config.enforce_eager:
+                    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in the ranks' processes, as `_compilation` is in this one
         if sleeps:
             arguments["enable_sleep_mode"] = True
         if images is not None:
@@ -145,7 +148,7 @@ class VllmEngine:
         self.sleeper = Sleeper(self, torch.cuda.empty_cache) if sleeps else None
         """Has the engine give its memory up, if it was started for that."""
         self._bucket_bytes = config.bucket_mib << 20
-        self._relay = SharedCarrier()
+        self._relay = SharedCarrier() if self._ranks > 1 else None
         self._broken = False
         self._closed = False
 
@@ -375,7 +378,7 @@ class VllmEngine:
         self._on_workers(begin_update, update)
 
     def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
-        if self._ranks > 1 and not isinstance(payload, SharedPayload):
+        if self._relay is not None and not isinstance(payload, SharedPayload):
             # It came from another machine: once from here on, and not once for each rank.
             self._relay.room(bucket.nbytes).copy_(payload.open()[: bucket.nbytes])
             payload = self._relay.payload(bucket.nbytes)
@@ -425,7 +428,8 @@ class VllmEngine:
         self._tell(Event.CLOSE)
         self.abort_all()
         self._engine.engine_core.shutdown()
-        self._relay.close()
+        if self._relay is not None:
+            self._relay.close()
         del self._engine
         cleanup_dist_env_and_memory()
 

@@ -70,6 +70,7 @@ async def serving(
     root: Path,
     *,
     kind: str = "transformers",
+    max_model_len: int = 256,
     lora: LoraConfig | None = None,
     lora_serving: str = "merge",
     max_adapters: int = 1,
@@ -86,7 +87,7 @@ async def serving(
         engine=EngineConfig.model_validate(
             {
                 "kind": kind,
-                "max_model_len": 256,
+                "max_model_len": max_model_len,
                 "max_num_seqs": 16,
                 "cache_gib": 0.1,
                 "lora_serving": lora_serving,

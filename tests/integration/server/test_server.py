@@ -186,41 +186,6 @@ async def test_a_forward_that_asks_for_what_there_is_not_says_so(server: Server,
     assert (await server.client.command("forward", {"data": [datum().to_wire()]})).keys() == {"logprobs"}
 
 
-def _bad_train_steps() -> dict[str, dict[str, Any]]:
-    good = datum().to_wire()
-    nan = {**good, "advantages": np.full(7, np.nan, np.float32)}
-    foreign = {**good, "targets": np.full(7, 512, np.int32)}
-    bare = {name: value for name, value in good.items() if name != "advantages"}
-    return {
-        "NaN advantages": {"data": [good, nan]},
-        "a token outside the vocabulary": {"data": [good, foreign]},
-        "an array the loss needs is missing": {"data": [good, bare]},
-        "an index out of range": {"minibatches": [{"indices": [0]}, {"indices": [2]}]},
-        "an empty minibatch": {"minibatches": [{"indices": [0]}, {"indices": []}]},
-        "an infinite factor": {"minibatches": [{"indices": [0]}, {"indices": [1], "factor": float("inf")}]},
-        "no data": {"data": []},
-        "an unknown loss": {"loss": {"name": "pppo"}},
-        "an unknown argument": {"optimiser": {}},
-        "a negative learning rate": {"optimizer": {"learning_rate": -1.0}},
-    }
-
-
-@pytest.mark.parametrize("name", list(_bad_train_steps()))
-async def test_an_invalid_train_step_trains_nothing(server: Server, name: str) -> None:
-    good = {
-        "data": [datum().to_wire()] * 2,
-        "minibatches": [{"indices": [0]}, {"indices": [1]}],
-        "loss": {"name": "ppo"},
-        "optimizer": {"learning_rate": 0.1},
-    }
-    before = await server.logprobs()
-    with pytest.raises(InvalidRequestError):
-        await server.client.command("train_step", good | _bad_train_steps()[name])
-    np.testing.assert_array_equal(await server.logprobs(), before)
-    assert (await server.client.state())["version"] == 0
-    assert (await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST))["version"] == 1
-
-
 async def test_a_minibatch_that_fails_after_others_were_applied_says_so(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

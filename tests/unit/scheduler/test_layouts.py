@@ -48,7 +48,7 @@ def test_what_the_cluster_cannot_hold_is_refused_with_what_it_has(
     nodes: list[Node], resources: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        asked(nodes, resources)
+        asked(nodes, resources, tensor_parallel=max(1, resources.get("rollout", {}).get("gpus", 1)))
 
 
 def test_a_record_stands_for_the_bundles_that_it_was_made_from() -> None:

@@ -90,7 +90,11 @@ def test_a_tensor_parallel_engine_without_vllm_is_refused(without_vllm: None) ->
         ({"engine": {"tensor_parallel": 2, "kind": "transformers"}}, "needs kind 'vllm'"),
         (
             {"engine": {"tensor_parallel": 2}, "resources": {"layout": "split", "rollout": {"gpus": 3}}},
-            "resources.rollout.gpus is 3; leave that out",
+            "resources.rollout.gpus is 3; give both the same",
+        ),
+        (
+            {"resources": {"layout": "split", "rollout": {"gpus": 2}}},
+            "tensor_parallel=1 takes a GPU for each part, and resources.rollout.gpus is 2",
         ),
         ({"kind": "inference", "resources": {"layout": "split"}}, "'inference' has an engine only"),
         ({"kind": "inference", "engine": {"tensor_parallel": 2}, "resources": {"gpus": 1}}, "resources.gpus is 1"),

@@ -226,10 +226,19 @@ def test_a_publish_that_drains_lets_running_samples_end_and_one_that_aborts_star
         server.submit(sample("x"), sample("pinned", 0), publish("a", "abort"))
         assert server.end("a").result["version"] == 1
         assert (server.end("pinned").problem or {})["code"] == "version_not_served"
-        server.submit(sample("y"), publish("b"))
         server.engine.open.set()
+        assert version_of(server.end("x")) == 1
+        server.submit(sample("y"), publish("b"))
         assert server.end("b").result["version"] == 2
-        assert version_of(server.end("x")) == version_of(server.end("y")) == 1
+        assert version_of(server.end("y")) == 1
+
+
+def test_a_refused_command_leaves_no_sample_behind_that_was_before_it() -> None:
+    with split() as server:
+        for number in range(20):
+            server.submit(sample(f"x{number}"), CommandWork(f"again{number}", "p", "create"))
+            assert (server.end(f"again{number}").problem or {})["code"] == "conflict"
+            assert version_of(server.end(f"x{number}")) == 0
 
 
 def test_what_the_engine_refuses_fails_alone() -> None:
