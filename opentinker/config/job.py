@@ -115,6 +115,12 @@ class TrainerConfig(Config):
     activation_checkpointing: bool = False
     """Keep only the inputs of the layers until the backward pass, which then computes the rest again: less memory for a pack,
     so longer ones fit, for more time. The numbers are the same, bit for bit."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """How the trainer attends: `sdpa` tile by tile, `flex` with one FlexAttention kernel over a pack, which is compiled (CUDA
+    only); `auto` = sdpa."""
+    memory_gb: Annotated[float, Field(gt=0.0)] | None = None
+    """Memory (10^9 bytes) that one pass may take, beside weights, gradients and optimizer state; None: most of what is free
+    when it begins. Packs that would take more are made smaller, and data that cannot fit are refused."""
     ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that train together, each on a GPU of its own, or on a CPU slot. Each computes a part of every batch, and holds
     a share of the optimizer's state and, if the full parameters are trained, of the layers."""
@@ -127,6 +133,8 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _shared_out_among_several(self) -> "TrainerConfig":
+        if self.memory_gb is not None and self.ranks > 1:
+            raise ValueError("memory_gb is measured and kept to on one rank only; with several, pack_tokens bounds a pass")
         if self.shard_base and self.ranks == 1:
             raise ValueError("shard_base shares out the base model among ranks, and there is one; set ranks to 2 or more")
         return self

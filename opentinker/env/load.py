@@ -17,7 +17,7 @@ from opentinker.env.environment import Environment
 from opentinker.errors import ConfigError, EnvironmentLoadError
 from opentinker.multiagent.environment import MultiAgentEnvironment
 from opentinker.multiagent.protocol import check_seats
-from opentinker.multiagent.shared import shared
+from opentinker.multiagent.shared import SharedEnvironment, shared
 
 ADAPTERS = ("gymnasium", "openenv", "pettingzoo", "reasoning_gym", "textarena", "verifiers")
 """Other ecosystems; each has a module in `opentinker.env.adapters`."""
@@ -25,8 +25,11 @@ ADAPTERS = ("gymnasium", "openenv", "pettingzoo", "reasoning_gym", "textarena", 
 _names: "WeakKeyDictionary[type[Environment], tuple[str, Path]]" = WeakKeyDictionary()
 
 
-def load_environment(name: str | type[Environment], base_dir: Path | None = None) -> type[Environment]:
-    """The class that `name` stands for; a class stands for itself. Relative paths start at `base_dir` (the working directory).
+def load_environment(
+    name: str | type[Environment] | type[MultiAgentEnvironment], base_dir: Path | None = None
+) -> type[Environment]:
+    """The class that `name` stands for; a class stands for itself, one for several agents behind the interface of one
+    (`opentinker.multiagent.shared`). Relative paths start at `base_dir` (the working directory).
 
     The file's folder joins `sys.path`, as for a script, so that the file can import its neighbours.
 
@@ -37,6 +40,21 @@ def load_environment(name: str | type[Environment], base_dir: Path | None = None
     found = _checked(_named(name, base_dir) if isinstance(name, str) else name, str(name))
     if isinstance(name, str):
         _names[found] = (name, (base_dir or Path()).resolve())
+    return found
+
+
+def load_for_one(name: str | type[Environment], base_dir: Path | None = None) -> type[Environment]:
+    """As `load_environment`, for those who play one agent's episodes.
+
+    Raises:
+        EnvironmentLoadError: also when the environment is for several agents.
+    """
+    found = load_environment(name, base_dir)
+    if issubclass(found, SharedEnvironment):
+        raise EnvironmentLoadError(
+            f"{found.__name__} is for {len(found.played.agents)} agents, and here is one",
+            hint="a job with `agents` plays it; docs/multiagent.md shows how to try it",
+        )
     return found
 
 

@@ -189,6 +189,7 @@ class GameDriver:
             tools=machine.tools,
             error=machine.error,
             prefix_breaks=machine.prefix_breaks,
+            reward_without_turn=machine.early_reward,
             generation_s=sampler.seconds,
             environment_s=self._session.seconds,
         )

@@ -207,8 +207,8 @@ class EpisodeMachine:
         """What was shown while the agent waits for its turn."""
         self._shown_last: tuple[Message, ...] = ()
         """What the turn that is being played began with."""
-        self._early = 0.0
-        """What it earned before it ever acted: its first action's."""
+        self.early_reward = 0.0
+        """What it earned before it ever acted: its first action's, if there is one."""
         self.error = ""
         self.prefix_breaks = 0
 
@@ -266,20 +266,21 @@ class EpisodeMachine:
         return Finish(termination)
 
     def _end(self, termination: Termination) -> Request:
-        return Finalize(termination) if self._finalizes and self.rewards else Finish(termination)
+        finalizes = self._finalizes and (self.rewards or self._waits_for_turn)
+        return Finalize(termination) if finalizes else Finish(termination)
 
     def _earn(self, reward: float, components: dict[str, float]) -> None:
         """Add to the last turn's reward, or to the first one's that is to come."""
         if self.rewards:
             self.rewards[-1] += reward
         else:
-            self._early += reward
+            self.early_reward += reward
         for name, value in components.items():
             self.components[name] = self.components.get(name, 0.0) + value
 
     def _earn_by_turn(self, reward: float) -> None:
-        self.rewards.append(reward + self._early)
-        self._early = 0.0
+        self.rewards.append(reward + self.early_reward)
+        self.early_reward = 0.0
 
     def _acted(self, request: Generate, sample: Sample) -> Request:
         length = len(sample.tokens)

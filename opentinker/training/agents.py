@@ -74,7 +74,13 @@ class AgentsLoop:
         self._evaluated_at: int | None = None
         self._fruitless = 0
         self._learners = {
-            name: Learner(policies[name], algorithm, _sampling(config, name), advantage_function(algorithm, base_dir))
+            name: Learner(
+                policies[name],
+                algorithm,
+                _sampling(config, name),
+                advantage_function(algorithm, base_dir),
+                config.training.steps,
+            )
             for name in policies
             if not config.agents[name].frozen
             for algorithm in [config.agents[name].algorithm or config.algorithm]

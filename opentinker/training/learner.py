@@ -31,12 +31,19 @@ class Learner:
     """One policy and its algorithm. `advantages` judges the rewards of groups; None for PPO, whose critic does."""
 
     def __init__(
-        self, policy: TrainedPolicy, algorithm: PolicyGradient, sampling: SamplingConfig, advantages: AdvantageFn | None
+        self,
+        policy: TrainedPolicy,
+        algorithm: PolicyGradient,
+        sampling: SamplingConfig,
+        advantages: AdvantageFn | None,
+        steps: int,
     ) -> None:
+        """`steps` are those of the whole run, over which learning rates fall."""
         self.algorithm = algorithm
         self._policy = policy
         self._sampling = sampling
         self._advantages = advantages
+        self._steps = steps
 
     async def learn(self, groups: Sequence[Group], optimizer: AdamParams, step: int) -> Learned:
         """Train on the groups and publish. `step` counts from 1.
@@ -84,7 +91,7 @@ class Learner:
         if not batch.data:
             return None
         loss = loss_config(self.algorithm, self._sampling.temperature)
-        critic = critic_step(self.algorithm, optimizer, step)
+        critic = critic_step(self.algorithm, optimizer, step, self._steps)
         return await self._policy.train_step(
             batch.data, batch.minibatches, loss, optimizer, critic=critic, publish=critic is None or not critic.alone
         )

@@ -88,7 +88,7 @@ class RLLoop:
             raise ConfigError("algorithm.kind 'ppo' takes its advantages from a critic", hint="give yours with kind 'custom'")
         if not isinstance(config.algorithm, PPOConfig):
             advantages = advantages or advantage_function(config.algorithm, base_dir)
-        self._learner = Learner(policy, config.algorithm, config.sampling, advantages)
+        self._learner = Learner(policy, config.algorithm, config.sampling, advantages, config.training.steps)
         self._task_position = 0
         self._policy = policy
         self._renderer = renderer

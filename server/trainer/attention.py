@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from opentinker.errors import ConfigError, TrainerError
+from opentinker.server.trainer.flex import block_mask, flex
 from opentinker.server.trainer.packing import Group, Pack
 
 PACKED_ATTENTION = "opentinker_packed"
@@ -18,7 +20,6 @@ PACKED_ATTENTION = "opentinker_packed"
 
 TILE_ROWS = 192
 """Rows that attend together: branches do not see each other, so a product over many of them is mostly wasted."""
-
 
 LONG_ROWS = 768
 """Tiles of more rows never hold their scores, which would be quadratic in them: 4,000 tokens of 9 heads are 0.3 GiB in bfloat16
@@ -29,7 +30,7 @@ def _is_long(rows: int) -> bool:
     return rows > LONG_ROWS
 
 
-def _is_one_sequence(group: Group, start: int, stop: int) -> bool:
+def is_one_sequence(group: Group, start: int, stop: int) -> bool:
     """Whether the tile is the prompt alone, or one branch."""
     bounds = {group.start, group.start + group.prompt}
     bounds |= {group.start + group.prompt + sum(group.branches[:n]) for n in range(1, len(group.branches) + 1)}
@@ -39,11 +40,20 @@ def _is_one_sequence(group: Group, start: int, stop: int) -> bool:
 class PackLayout:
     """The tiles of a pack on a device, with their masks made once for all layers."""
 
-    def __init__(self, pack: Pack, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, pack: Pack, dtype: torch.dtype, device: torch.device, *, flex: bool = False) -> None:
+        """`flex`: attend by one FlexAttention kernel instead of tile by tile."""
+        self._pack, self._flex = pack, flex
         self.tiles = [(group, start, stop) for group in pack.groups for start, stop in group.tiles(TILE_ROWS)]
         self._positions = pack.positions_T
         self._dtype, self._device = dtype, device
         self._masks: dict[int | None, list[torch.Tensor | None]] = {}
+        self._block_masks: dict[int | None, BlockMask] = {}
+
+    def block_mask(self, window: int | None) -> BlockMask | None:
+        """What FlexAttention takes; None where tiles attend."""
+        if self._flex and window not in self._block_masks:
+            self._block_masks[window] = block_mask(self._pack, window, self._device)
+        return self._block_masks.get(window)
 
     def masks(self, window: int | None) -> list[torch.Tensor | None]:
         """Additive mask of each tile, [rows, keys] in the model's dtype: 0 where a row sees a key, -inf elsewhere. None for a
@@ -55,7 +65,7 @@ class PackLayout:
         if window not in self._masks:
             self._masks[window] = [
                 None
-                if window is None and _is_long(stop - start) and _is_one_sequence(group, start, stop)
+                if window is None and _is_long(stop - start) and is_one_sequence(group, start, stop)
                 else self._mask(group, start, stop, window)
                 for group, start, stop in self.tiles
             ]
@@ -121,6 +131,8 @@ def packed_attention(
     if packed is None:
         raise TrainerError(f"{type(module).__name__} does not pass the pack's layout to its attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (blocks := packed.block_mask(sliding_window)) is not None:
+        return flex(query, key, value, blocks, scale).transpose(1, 2).contiguous(), None
     # split, not slices: the gradient of a slice is as long as the whole pack.
     sizes = [stop - start for _, start, stop in packed.tiles]
     queries, keys, values = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))

@@ -102,6 +102,13 @@ def _slices(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> list[tuple[int,
     return [(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
 
+def head_bytes(targets: int, vocabulary: int, hidden_size: int) -> int:
+    """At least what a pass of that many targets holds at once here: a slice's logits, their softmax and gradients in the
+    model's dtype and in float32, the slice's part of the weight's gradient, and the gradient of the hidden states."""
+    size = min(max(SLICE_ELEMENTS // max(targets, 1), 256), vocabulary)
+    return 24 * targets * size + 6 * size * hidden_size + 12 * targets * hidden_size
+
+
 def _targets_in(targets_N: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows whose target lies in the slice, its column there)."""
     rows = ((targets_N >= start) & (targets_N < stop)).nonzero()[:, 0]

@@ -26,10 +26,22 @@ class PackedModel:
     Raises:
         UnknownModelError: the directory holds no causal language model.
         ConfigError: packing does not reproduce this architecture's own forward pass, or its image processor does not belong to
-            its vision tower.
+            its vision tower; or `flex` (FlexAttention) where it cannot be.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, images: ImageStore | None = None) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        images: ImageStore | None = None,
+        *,
+        flex: bool = False,
+    ) -> None:
+        if flex and device.type != "cuda":
+            raise ConfigError(
+                f"FlexAttention has no backward pass on {device.type}", hint="set trainer.attention to 'auto' or 'sdpa'"
+            )
         try:
             config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
             self.model: Any = auto_class(config).from_pretrained(
@@ -39,11 +51,12 @@ class PackedModel:
             raise UnknownModelError(f"cannot load a causal language model from {model_dir}: {error}") from error
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = device, dtype
+        self._flex = flex
         self.config = self.model.config
         self.images = images
         text = self.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
-        self._longest: int | None = getattr(text, "max_position_embeddings", None)
+        self.longest: int | None = getattr(text, "max_position_embeddings", None)
         self.names: dict[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
         """Every Hugging Face parameter name, tied ones too. LoRA layers keep these parameters but not their names."""
         self._untied = {name for name, _ in self.model.named_parameters()}
@@ -71,7 +84,7 @@ class PackedModel:
         Raises:
             InvalidRequestError: names the datum.
         """
-        longest = self._longest
+        longest = self.longest
         for index, datum in enumerate(data):
             for name, tokens in (("tokens", datum.tokens), ("targets", datum.targets)):
                 if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
@@ -120,7 +133,7 @@ class PackedModel:
             **inputs,
             position_ids=self._tensor(pack.positions_T)[None],
             use_cache=False,
-            packed=PackLayout(pack, self.dtype, self.device),
+            packed=PackLayout(pack, self.dtype, self.device, flex=self._flex),
         ).last_hidden_state[0]
         return hidden_TH[self._tensor(pack.rows_N)]
 
@@ -162,11 +175,15 @@ class PackedModel:
                 hint="the trainer supports decoders with causal softmax attention, at positions that are counted one by one",
             )
 
-    def _random(self, rng: np.random.Generator, count: int) -> TokenChunk:
+    def random_tokens(self, rng: np.random.Generator, count: int) -> IntArray:
+        """Any tokens but an image's."""
         tokens = rng.integers(0, self.vocabulary, count).astype(np.int32)
         if self.images is not None:
             tokens[tokens == self.images.processor.token_id] = 0
-        return TokenChunk(tokens)
+        return tokens
+
+    def _random(self, rng: np.random.Generator, count: int) -> TokenChunk:
+        return TokenChunk(self.random_tokens(rng, count))
 
     def _plain(self, datum: Datum, pictures: Sequence[bytes]) -> np.ndarray[Any, Any]:
         """Log-probabilities of everything at every position by the model's own forward pass, [T, V]."""

@@ -82,6 +82,12 @@ class MasterOptimizer:
     def clear_gradients(self) -> None:
         self._filled.clear()
 
+    def pending_bytes(self) -> int:
+        """Memory that the next pass takes for gradients, beside what is taken: buffers that are not made yet, and copies of
+        those in use."""
+        missing = sum(4 * master.numel() for name, master in self.masters.items() if name not in self._gradients)
+        return missing + sum(4 * self._gradients[name].numel() for name in self._filled)
+
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Passes inside add their gradients together, or, when one raises, not at all."""

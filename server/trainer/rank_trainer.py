@@ -15,6 +15,7 @@ from opentinker.server.trainer.identity import base_digest
 from opentinker.server.trainer.losses import merge_metrics
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
+from opentinker.server.trainer.out_of_memory import memory_explained
 from opentinker.server.trainer.packing import Pack, pack_data
 from opentinker.server.trainer.ranks import Ranks
 from opentinker.server.trainer.row_optimizer import RowOptimizer
@@ -54,6 +55,10 @@ class RankTrainer(TorchTrainer):
     def _before_full(self, model: PackedModel) -> None:
         if not _is_sharded(model):
             self._ranks.shard(model)
+
+    def _packs(self, policy: str, data: Sequence[Datum], *, scalar: bool, trains: bool, together: int = 1) -> list[Pack]:
+        """Of `pack_tokens`: no rank can measure a pass alone."""
+        return pack_data(data, self._config.pack_tokens, together=together)
 
     def _exchanges(self, policy: str) -> bool:
         """Whether the passes of the policy and its critic need all ranks."""
@@ -104,7 +109,8 @@ class RankTrainer(TorchTrainer):
         self._problem = None
         with self._trained_by(policy, loss).all_or_nothing():
             try:
-                metrics += [self._train_pack(policy, share.data, pack, loss, factor, scores) for pack in share.packs]
+                with memory_explained():
+                    metrics += [self._train_pack(policy, share.data, pack, loss, factor, scores) for pack in share.packs]
             except Exception as error:
                 if self._exchanges(policy):
                     raise  # the others are waiting in the middle of a pass

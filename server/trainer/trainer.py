@@ -1,5 +1,6 @@
 """The PyTorch trainer: policies on one model, and the commands that a server gives them."""
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +28,13 @@ from opentinker.server.engine.base import LoraTensors
 from opentinker.server.images import ImageStore
 from opentinker.server.trainer import checkpoint, lora
 from opentinker.server.trainer.base import ForwardBackwardResult
+from opentinker.server.trainer.budget import MemoryBudget, ModelSize, PassKind
 from opentinker.server.trainer.critic import Critic
 from opentinker.server.trainer.identity import BASE, base_digest, check_base
 from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_loss
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
+from opentinker.server.trainer.out_of_memory import memory_explained
 from opentinker.server.trainer.packing import Pack, pack_data
 from opentinker.server.trainer.recompute import recompute_layers
 from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, classifier_config
@@ -52,6 +55,10 @@ class _Policy:
     head: ScalarHead | None = None
     """Of a reward model; its weights are among the optimizer's."""
     critic: Critic | None = None
+
+
+class _Undone(Exception):
+    """Ends a pass that was made to see what it takes."""
 
 
 class TorchTrainer:
@@ -76,11 +83,14 @@ class TorchTrainer:
         self._policies: dict[str, _Policy] = {}
         self._base: str | None = None
         self._model = self._load_base()
+        self._budget = MemoryBudget(config)
+        self._size = ModelSize.of(self._model, recomputes=config.activation_checkpointing)
         self._reference: PackedModel | None = None
         """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
     def _load_base(self) -> PackedModel:
-        base = PackedModel(self._model_dir, getattr(torch, self._config.dtype), self._device, self._images)
+        dtype, flex = getattr(torch, self._config.dtype), self._config.attention == "flex"
+        base = PackedModel(self._model_dir, dtype, self._device, self._images, flex=flex)
         if self._config.activation_checkpointing:
             recompute_layers(base.model, self._adapter_pass.around)
         return base
@@ -134,6 +144,7 @@ class TorchTrainer:
         if gone.critic is not None:
             gone.critic.close()
         del self._policies[policy]
+        self._budget.forget(policy)
         if gone.lora is None:
             self._model, self._reference = self._reference or self._load_base(), None
         else:
@@ -148,6 +159,7 @@ class TorchTrainer:
     def close(self) -> None:
         """Nothing outlives the process."""
 
+    @memory_explained()
     @torch.no_grad()
     def forward(
         self,
@@ -176,10 +188,9 @@ class TorchTrainer:
     def _score(
         self, policy: str, data: Sequence[Datum], compute: Sequence[TokenScore], temperature: float
     ) -> dict[TokenScore, list[FloatArray]]:
-        return self._score_packs(policy, data, self._packs(data), compute, temperature)
-
-    def _packs(self, data: Sequence[Datum], *, together: int = 1) -> list[Pack]:
-        return pack_data(data, self._config.pack_tokens, together=together)
+        return self._score_packs(
+            policy, data, self._packs(policy, data, scalar="values" in compute, trains=False), compute, temperature
+        )
 
     def _score_packs(
         self, policy: str, data: Sequence[Datum], packs: Sequence[Pack], compute: Sequence[TokenScore], temperature: float
@@ -190,24 +201,31 @@ class TorchTrainer:
                 _scatter(pack, score_N, scores[name])
         return scores
 
+    @memory_explained()
     def check(self, policy: str, data: Sequence[Datum], loss: LossConfig) -> None:
+        self._checked_packs(policy, data, loss)
+
+    def _checked_packs(self, policy: str, data: Sequence[Datum], loss: LossConfig) -> list[Pack]:
+        """See `check`; the packs that the data are trained in."""
         self._trained_by(policy, loss)
         self._model.check_tokens(data)
         check_arrays(data, loss)
+        return self._packs(policy, data, scalar=loss.name in SCALAR_LOSSES, trains=True, together=looked_at_together(loss))
 
+    @memory_explained()
     def forward_backward(self, policy: str, data: Sequence[Datum], loss: LossConfig, factor: float) -> ForwardBackwardResult:
         """See `Trainer`. An empty batch, or one without a weighted target, has loss 0 and adds no gradient.
 
         Raises:
             InvalidRequestError: the data lack an array the loss needs, or hold a token outside the vocabulary; or it is a loss
                 of a head that the policy has not.
-            TrainerError: the loss is not finite.
+            TooLargeError: a datum, or a pair, takes more memory than there is.
+            TrainerError: the loss is not finite, or memory ran out all the same.
         """
         optimizer = self._trained_by(policy, loss)
-        self.check(policy, data, loss)
+        packs = self._checked_packs(policy, data, loss)
         scores = zeros(data)
         with optimizer.all_or_nothing():
-            packs = self._packs(data, together=looked_at_together(loss))
             metrics = [self._train_pack(policy, data, pack, loss, factor, scores) for pack in packs]
         merged = merge_metrics([NO_METRICS, *metrics])
         return ForwardBackwardResult(factor * merged["loss_sum"], scores, merged)
@@ -238,6 +256,27 @@ class TorchTrainer:
         if not np.isfinite(loss_sum * factor):
             raise TrainerError(f"the loss is {loss_sum}; no gradient was added")
 
+    def _packs(self, policy: str, data: Sequence[Datum], *, scalar: bool, trains: bool, together: int = 1) -> list[Pack]:
+        """Packs of the data whose passes fit into memory; see `MemoryBudget.packs`."""
+        state = self._get(policy)
+        optimizer = state.critic.optimizer if scalar and state.critic is not None else state.optimizer
+        lora = state.lora is not None
+
+        def run(sample: Sequence[Datum]) -> None:
+            (pack,) = pack_data(sample, 1 << 20)
+            with contextlib.suppress(_Undone), torch.set_grad_enabled(trains), optimizer.all_or_nothing():
+                head_grad = None if scalar or lora or not trains else optimizer.gradient(self._model.head_name)
+                loss = LossConfig(name="cross_entropy", entropy_coefficient=1.0)
+                scores = (self._values(policy, pack),) if scalar else self._logprobs(policy, sample, pack, loss, head_grad)
+                if trains:
+                    torch.stack([score.sum() for score in scores if score is not None]).sum().backward()  # type: ignore[no-untyped-call]
+                raise _Undone
+
+        kind = PassKind((policy, scalar, trains), run, self._device, self._model.random_tokens, lora)
+        reserve = optimizer.pending_bytes() if trains else 0
+        return self._budget.packs(data, kind, self._size, reserve=reserve, together=together)
+
+    @memory_explained()
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
         if not critic:
             return {"grad_norm": self._get(policy).optimizer.step(params)}

@@ -46,7 +46,8 @@ class Digits(Environment):
 
     def step(self, action: Action):
         self.turns += 1
-        score = sum(c.isascii() and c.isdigit() for c in action.text) / max(len(action.text), 1) / 2
+        said = "".join(action.text.split())
+        score = sum(c.isascii() and c.isdigit() for c in said) / max(len(said), 1) / 2
         return StepResult(observation="And then?", reward=self.sign * score, done=self.turns == 2)
 '''
 ADVANTAGES = '''
@@ -79,7 +80,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(name: str, model: Path, steps: int) -> dict[str, Any]:
-    """The job of one curve. Four tasks a step, run eight times each, in two minibatches."""
+    """The job of one curve. Two tasks a step, run eight times each, in two minibatches."""
     algorithm = {"group_size": 8, "minibatches": 2, **ALGORITHMS[name][1]}
     return {
         "kind": "rl",
@@ -90,9 +91,9 @@ def config_of(name: str, model: Path, steps: int) -> dict[str, Any]:
         "environment": {"name": "digits.py:Digits", "args": {"reverse": name == "reversed"}},
         "algorithm": algorithm,
         "sampling": {"max_tokens": 3},
-        "rollout": {"groups_per_step": 4, "max_turns": 2},
-        "evaluation": {"samples_per_task": 32},
-        "training": {"steps": steps, "seed": 1, "optimizer": {"learning_rate": 0.0 if name == "control" else 3e-3}},
+        "rollout": {"groups_per_step": 2, "max_turns": 2},
+        "evaluation": {"samples_per_task": 16},
+        "training": {"steps": steps, "seed": 1, "optimizer": {"learning_rate": 0.0 if name == "control" else 2e-3}},
     }
 
 
@@ -204,11 +205,13 @@ def draw(folder: Path, image: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["run", "draw"])
-    parser.add_argument("names", nargs="*", choices=[*ALGORITHMS, "all"])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(ALGORITHMS)}; or all")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--image", type=Path, default=TESTS.parent / "docs" / "images" / "algorithms.png")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in (*ALGORITHMS, "all")]:
+        parser.error(f"there is no {unknown[0]!r}; there are {', '.join(ALGORITHMS)}")
     if arguments.what == "run":
         run(list(ALGORITHMS) if "all" in arguments.names else arguments.names, arguments.folder, arguments.steps)
     else:

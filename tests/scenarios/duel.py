@@ -57,10 +57,10 @@ serving = _tools("integration/server/server_tools.py").serving
 
 
 class Terse(GomokuDuel):
-    """On 3 x 3 cells, in few words."""
+    """On 3 x 3 cells, in few words; an illegal answer loses the game."""
 
     def __init__(self) -> None:
-        super().__init__(size=3, win_length=3)
+        super().__init__(size=3, win_length=3, illegal="lose")
 
     def _introduction(self, seat: Any) -> str:
         return f"You are {seat.label}."
@@ -151,7 +151,7 @@ def job(steps: int, learning_rate: float) -> RLJobConfig:
 async def duel(warm: Path, folder: Path, steps: int, learning_rate: float) -> tuple[list[Any], CrossPlay, float]:
     """Train both; the rows, the cross-play of the beginnings and the ends, and the largest sum of a game's rewards."""
     config = job(steps, learning_rate)
-    environment = load_environment(Terse)  # type: ignore[arg-type]
+    environment = load_environment(Terse)
     async with serving(
         warm, folder / "checkpoints", lora=LORA, lora_serving="adapter", max_adapters=4, max_model_len=512
     ) as server:
@@ -233,7 +233,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--warm-steps", type=int, default=80)
+    parser.add_argument("--warm-steps", type=int, default=24)
     parser.add_argument("--picture", default="")
     options = parser.parse_args()
     learnt, good = asyncio.run(main(options.steps, options.learning_rate, options.warm_steps))

@@ -63,6 +63,8 @@ def test_each_rank_of_the_trainer_needs_a_gpu_of_its_own() -> None:
     assert parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 2}, "resources": {"gpus": 0}}).trainer_ranks == 2
     with pytest.raises(ConfigError, match="shard_base shares out the base model among ranks, and there is one"):
         parse_job({**MINIMAL, "kind": "rl", "trainer": {"shard_base": True}})
+    with pytest.raises(ConfigError, match="memory_gb is measured and kept to on one rank only"):
+        parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 2, "memory_gb": 1.0}})
     split = {"layout": "split", "trainer": {"gpus": 1}, "rollout": {"gpus": 1}}
     for resources, key in (
         ({"gpus": 2}, "resources.gpus"),

@@ -88,7 +88,7 @@ def say(number: int) -> ScriptedPlayer:
 
 async def test_two_scripts_have_no_episodes_to_score_and_one_player_has_nobody_to_meet() -> None:
     game = GameRunner(
-        load_environment(Larger),  # type: ignore[arg-type]
+        load_environment(Larger),
         Seats(Larger.agents, Larger.protocol),
         RolloutConfig(),
         TurnsConfig(),

@@ -99,7 +99,7 @@ def test_a_duel_tells_each_side_what_it_has_to_know() -> None:
     assert {name: total(reward) for name, reward in result.rewards.items()} == {"black": 0.1, "white": -0.1}
     for arguments, says in (({"illegal": "retry"}, "order of play"), ({"size": 2}, "cannot be played")):
         with pytest.raises(ConfigError, match=says):
-            GomokuDuel(**arguments)  # type: ignore[arg-type]
+            GomokuDuel(**arguments)
 
 
 def test_describing_pays_both_and_never_leaks_the_word() -> None:

@@ -119,7 +119,7 @@ class Relay(MultiAgentEnvironment):
 def runner(
     environment: type[MultiAgentEnvironment], on_late: OnLate = "abort", turn_timeout_s: float = 60.0, **config: Any
 ) -> GameRunner:
-    loaded = load_environment(environment)  # type: ignore[arg-type]
+    loaded = load_environment(environment)
     seats = Seats(environment.agents, environment.protocol)
     turns = TurnsConfig(on_late=on_late, turn_timeout_s=turn_timeout_s)
     return GameRunner(loaded, seats, RolloutConfig(**config), turns, run_seed=0)
@@ -273,6 +273,17 @@ async def test_a_scripted_player_plays_and_leaves_no_trajectory() -> None:
     assert all(text.startswith("black ") for text in heard)
 
 
+async def test_what_an_agent_earns_without_ever_acting_is_counted_and_trains_nothing() -> None:
+    class Forfeit(Relay):
+        def step(self, agent: str, action: Action) -> MultiStepResult:
+            return MultiStepResult({"black": -1.0, "white": 1.0}, done=True)
+
+    groups = await runner(Forfeit).run(policies(Forfeit), ["x"], 1, step=0)
+    [black], [white] = groups["black"][0].episodes, groups["white"][0].episodes
+    assert (black.reward, white.reward) == (-1.0 + 0.25, 1.0 - 0.25)
+    assert (white.rewards, white.turns, white.trains) == ([], 0, False)
+
+
 @pytest.mark.parametrize("scripted", [False, True])
 @pytest.mark.parametrize("on_late", ["abort", "forfeit", "skip", "fail"])
 async def test_an_agent_that_is_late_is_dealt_with_as_configured_and_named(on_late: OnLate, scripted: bool) -> None:
@@ -413,7 +424,7 @@ def test_a_class_that_cannot_be_played_is_not_loaded() -> None:
 
     for environment, says in ((NoAgents, "names no agents"), (ThreeAlternate, "takes 2 agents"), (Empty, "defines no reset")):
         with pytest.raises(EnvironmentLoadError, match=says):
-            load_environment(environment)  # type: ignore[arg-type]
+            load_environment(environment)
 
 
 async def test_nothing_is_left_running_when_a_run_is_cancelled() -> None:

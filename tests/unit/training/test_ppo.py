@@ -112,10 +112,16 @@ def test_every_episode_is_trained_on_also_where_nothing_surprised_the_critic() -
 def test_the_critic_learns_at_its_own_rate_and_alone_at_first() -> None:
     config = PPOConfig(critic=CriticConfig(learning_rate=3e-4, value_clip=None, warmup_steps=2))
     optimizer = AdamParams(learning_rate=1e-6, weight_decay=0.1)
-    steps = [critic_step(config, optimizer, number) for number in (1, 2, 3)]
+    steps = [critic_step(config, optimizer, number, 3) for number in (1, 2, 3)]
     assert [s.alone for s in steps if s] == [True, True, False]
     assert steps[0] is not None
     assert (steps[0].optimizer, steps[0].value_clip) == (AdamParams(learning_rate=3e-4, weight_decay=0.1), None)
+
+
+def test_the_critics_rate_may_fall_to_0_over_the_job_and_stays_there() -> None:
+    config = PPOConfig(critic=CriticConfig(learning_rate=4e-4, decay="linear"))
+    steps = [critic_step(config, AdamParams(learning_rate=1e-6), number, 4) for number in range(1, 7)]
+    assert [s.optimizer.learning_rate for s in steps if s] == pytest.approx([4e-4, 3e-4, 2e-4, 1e-4, 0.0, 0.0])
 
 
 def test_the_critics_numbers_are_of_the_values_before_the_update() -> None:

@@ -1,15 +1,18 @@
 """Attention in tiles against attention over the whole pack with one dense mask."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from opentinker.client.messages import Datum, TokenChunk
-from opentinker.errors import TrainerError
-from opentinker.server.trainer import attention
+from opentinker.errors import ConfigError, TrainerError
+from opentinker.server.trainer import attention, flex
 from opentinker.server.trainer.attention import PackLayout, packed_attention
+from opentinker.server.trainer.flex import needed_blocks
+from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.packing import Pack, pack_data
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -79,3 +82,34 @@ def test_a_model_that_drops_the_layout_is_an_error() -> None:
     tensor = torch.zeros(1, 2, 3, 8)
     with pytest.raises(TrainerError, match="Identity does not pass"):
         packed_attention(torch.nn.Identity(), tensor, tensor, tensor, None)
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_every_block_that_a_row_sees_into_is_needed_and_few_others(size: int) -> None:
+    pack = make_pack()
+    count = -(-len(pack) // size)
+    sees = np.zeros((count * size, count * size), np.bool_)
+    for group in pack.groups:
+        sees[group.start : group.stop, group.start : group.stop] = group.mask()
+    seen = sees.reshape(count, size, count, size).any((1, 3))
+    needed = needed_blocks(pack, size)
+    assert not (seen & ~needed).any()
+    assert size > 1 or (seen == needed).all()
+
+
+@pytest.mark.parametrize("size", [4, 128])
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_attends_as_one_dense_mask_does(window: int | None, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "BLOCK", size)
+    pack = make_pack()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, len(pack), 16, generator=generator) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    layout = PackLayout(pack, torch.float32, torch.device("cpu"), flex=True)
+    out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, scaling=WIDTH**-0.5, sliding_window=window, packed=layout)
+    torch.testing.assert_close(out, dense(pack, window, q, k, v), rtol=0, atol=1e-5)
+
+
+def test_flex_is_refused_where_it_cannot_train(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no backward pass on cpu") as caught:
+        PackedModel(tmp_path, torch.float32, torch.device("cpu"), flex=True)
+    assert "trainer.attention" in caught.value.hint

@@ -22,7 +22,7 @@ from opentinker.config.algorithms import (
 from opentinker.rollout.types import Episode
 from opentinker.server.trainer.losses import token_loss
 from opentinker.training.batch import Member, build_batch
-from opentinker.training.rl import loss_config
+from opentinker.training.learner import loss_config
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_numbers.json").read_text())
 ARRAYS = {name: np.array(values) for name, values in TRL["arrays"].items()}

@@ -1,0 +1,148 @@
+"""The memory budget of a trainer: its packs take no more than what is free, or are refused before anything is computed."""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from opentinker.client.messages import Datum, IntArray, TokenChunk
+from opentinker.config.job import TrainerConfig
+from opentinker.server.trainer.free_memory import free_bytes
+from opentinker.server.trainer.memory import (
+    DoesNotFitError,
+    PassCost,
+    PassShape,
+    fitted,
+    gib,
+    pass_shape,
+    plan_packs,
+    refusal,
+)
+from opentinker.server.trainer.model import PackedModel
+from opentinker.server.trainer.packing import Pack, pack_data
+from opentinker.server.trainer.peak import peak_bytes
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.8
+"""Of what is free, that passes may take: memory is never used to the last byte, and others want some."""
+CALIBRATION_TOKENS = 192
+_PIECE = 16
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a model decides about the memory of its passes."""
+
+    rough: PassCost
+    """A generous guess from the sizes of its weights, for when memory is plenty."""
+    windowed: bool
+    longest: int | None
+
+    @staticmethod
+    def of(model: PackedModel, *, recomputes: bool) -> "ModelSize":
+        text = model.config.get_text_config()
+        layers, heads = int(text.num_hidden_layers), int(text.num_attention_heads)
+        width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+        size = torch.finfo(model.dtype).bits // 8
+        trunk = [p for p in model.trainable().values() if p.ndim >= 2 and model.vocabulary not in p.shape]
+        # Inputs and outputs of each layer, three times over in float32.
+        per_token = 12.0 * sum(p.numel() // p.shape[-1] + p.numel() // p.shape[-2] for p in trunk)
+        fixed = 64e6 + 8.0 * max(p.numel() for p in model.trainable().values())
+        held = 2 if recomputes else layers  # layers of which intermediate results are held at once
+        per_long_key = 4.0 * heads * width * size * held
+        rough = PassCost(fixed, per_token, 8.0 * heads * held, per_long_key, model.vocabulary, model.hidden_size)
+        kinds = getattr(text, "layer_types", None) or ()
+        return ModelSize(rough, "sliding_attention" in kinds or bool(getattr(text, "sliding_window", None)), model.longest)
+
+
+@dataclass(frozen=True)
+class PassKind:
+    """One kind of pass, whose cost is measured once."""
+
+    key: Hashable
+    run: Callable[[Sequence[Datum]], object]
+    """Make such a pass, and leave nothing of it."""
+    device: torch.device
+    random_tokens: Callable[[np.random.Generator, int], IntArray]
+    lora: bool
+
+
+class MemoryBudget:
+    """Packs data so that every pass fits. `free` says what is free now, None where nothing says so."""
+
+    def __init__(self, config: TrainerConfig, free: Callable[[torch.device], int | None] = free_bytes) -> None:
+        self._config, self._free = config, free
+        self._costs: dict[Hashable, PassCost] = {}
+        self._used = config.pack_tokens
+
+    def packs(self, data: Sequence[Datum], kind: PassKind, size: ModelSize, *, reserve: int, together: int = 1) -> list[Pack]:
+        """The packs of `data`; `reserve` bytes of what is free are for gradients that are still to come.
+
+        Raises:
+            TooLargeError: a datum, or data that stay together, cannot fit; nothing was computed.
+        """
+        packs = pack_data(data, self._config.pack_tokens, together=together)
+        limit = self._limit(kind.device, reserve)
+        if limit is None or not packs:
+            return packs
+        if all(size.rough.bytes(pass_shape(pack, windowed=size.windowed)) <= limit / 2 for pack in packs):
+            return packs
+        cost = self._cost(kind, size)
+        limit = self._limit(kind.device, reserve) or 0.0  # the first passes have taken buffers that stay
+
+        def fits(pack: Pack) -> bool:
+            return cost.bytes(pass_shape(pack, windowed=size.windowed)) <= limit
+
+        try:
+            packs, used = plan_packs(data, self._config.pack_tokens, fits, together=together)
+        except DoesNotFitError as error:
+            needed = cost.bytes(pass_shape(error.pack, windowed=size.windowed))
+            tokens = cost.tokens_within(limit, windowed=size.windowed)
+            recomputes = self._config.activation_checkpointing
+            raise refusal(error, needed, limit, tokens, recomputes=recomputes, lora=kind.lora) from None
+        if used != self._used:
+            log.warning("event=packs_by_memory pack_tokens=%d used=%d spare=%s", self._config.pack_tokens, used, gib(limit))
+            self._used = used
+        return packs
+
+    def forget(self, policy: str) -> None:
+        """A policy is gone, and what was measured of its passes with it."""
+        self._costs = {key: cost for key, cost in self._costs.items() if not (isinstance(key, tuple) and key[0] == policy)}
+
+    def _limit(self, device: torch.device, reserve: int) -> float | None:
+        free = self._free(device)
+        limits = [] if free is None else [SHARE * (free - reserve)]
+        limits += [] if self._config.memory_gb is None else [self._config.memory_gb * 1e9]
+        return min(limits) if limits else None
+
+    def _cost(self, kind: PassKind, size: ModelSize) -> PassCost:
+        if kind.key not in self._costs:
+            self._costs[kind.key] = cost = _measured(kind, size)
+            log.info("event=pass_measured kind=%s bytes_per_token=%.0f fixed=%s", kind.key, cost.per_token, gib(cost.fixed))
+        return self._costs[kind.key]
+
+
+def _measured(kind: PassKind, size: ModelSize) -> PassCost:
+    """The cost from passes of at most 192 tokens: some of several short sequences, one of a long one."""
+    rng = np.random.default_rng(0)
+    whole = min(CALIBRATION_TOKENS, size.longest or CALIBRATION_TOKENS)
+    count = max(whole // _PIECE, 2)
+    piece = min(_PIECE, whole)
+    kind.run(_sequences(rng, kind, 1, piece))  # what is made once and stays is made now
+    measured: dict[PassShape, int] = {}
+    for sequences, tokens in ((1, piece), (count, piece), (1, whole)):
+        data = _sequences(rng, kind, sequences, tokens)
+        (pack,) = pack_data(data, 1 << 20)
+        measured[pass_shape(pack)] = peak_bytes(kind.device, lambda data=data: kind.run(data))  # type: ignore[misc]
+    return fitted(size.rough, measured)
+
+
+def _sequences(rng: np.random.Generator, kind: PassKind, count: int, tokens: int) -> list[Datum]:
+    """Sequences of which the last target only is weighted, so that the head's part is small."""
+    weights = np.zeros(tokens, np.float32)
+    weights[-1] = 1
+    drawn = (kind.random_tokens(rng, tokens + 1) for _ in range(count))
+    return [Datum((TokenChunk(ids[:-1]),), ids[1:], {"weights": weights}) for ids in drawn]
