@@ -336,9 +336,9 @@ class AnyEpisode(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting(Finalize))
     @rule(reward=st.floats(-1, 1))
     def finalize(self, reward: float) -> None:
-        before = sum(self.subject.rewards)
+        before = sum(self.subject.rewards) + self.subject.early_reward
         self.handle(Finalized(reward, {"last": reward}))
-        assert sum(self.subject.rewards) == pytest.approx(before + reward)
+        assert sum(self.subject.rewards) + self.subject.early_reward == pytest.approx(before + reward)
         assert self.subject.components == {"last": reward}
 
     @precondition(lambda self: self.waiting(AwaitTurn))
