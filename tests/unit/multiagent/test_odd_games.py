@@ -1,6 +1,7 @@
 """Games that are not tidy: agents leave and still earn, are shown things while they think, are late again and again."""
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -179,6 +180,33 @@ async def test_an_agent_that_loses_all_its_turns_ends_the_episode(scripted: bool
     groups = await game.run({"a": Talker(hangs=[0]).player(), "b": never}, ["x"], 1, step=0)
     [a] = groups["a"][0].episodes
     assert (a.termination, a.turns) == (Termination.TRUNCATED_TURNS, 0)
+
+
+class Mixed(Relay):
+    """Only its steps and its end are async."""
+
+    threads: set[str]
+    closed = 0
+
+    def reset(self, task: Any) -> Mapping[str, str]:
+        Mixed.threads.add(threading.current_thread().name)
+        return super().reset(task)
+
+    async def step(self, agent: str, action: Action) -> MultiStepResult:  # type: ignore[override]
+        await asyncio.sleep(0)
+        return super().step(agent, action)
+
+    async def close(self) -> None:  # type: ignore[override]
+        await asyncio.sleep(0)
+        Mixed.closed += 1
+
+
+async def test_plain_methods_beside_async_ones_hold_up_nobody_and_an_async_close_is_awaited() -> None:
+    Mixed.threads = set()
+    groups = await runner(Mixed).run(policies(Mixed), ["x"], 2, step=0)
+    assert [e.turns for e in groups["black"][0].episodes] == [2, 2]
+    assert threading.current_thread().name not in Mixed.threads
+    assert Mixed.closed == 2
 
 
 async def test_there_is_no_last_reward_where_nobody_had_a_turn() -> None:
