@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from opentinker.client.task_files import found_file
 from opentinker.config.algorithms import CustomConfig
@@ -11,42 +12,70 @@ from opentinker.env.load import ADAPTERS, load_function
 from opentinker.errors import ConfigError
 from opentinker.multiagent.shared import SharedEnvironment
 
-FIELD = "algorithm.function"
+A = TypeVar("A")
 ADAPTER_ARGUMENTS = ("codec", "opponent")
 """Arguments of adapters that may name a function or class in a file."""
 
 
 def algorithm_file(config: RLJobConfig, *folders: Path) -> dict[str, Path]:
-    """The file of the algorithm's function, by its field: of the first folder that has it; none if it has no function.
+    """The files of the algorithm's function, and of agents' algorithms and scripts, by their fields: each of the first folder
+    that has it.
 
     Raises:
-        EnvironmentLoadError: it names no function.
+        EnvironmentLoadError: one names no function.
         ConfigError: no folder has the file.
     """
-    if not isinstance(config.algorithm, CustomConfig):
-        return {}
-    path, _, _ = config.algorithm.function.rpartition(":")
-    if not path.endswith(".py"):
-        load_function(config.algorithm.function)  # says what is wrong
-    return {FIELD: found_file(FIELD, path, *folders)}
+    found = {}
+    for field, function in _functions(config).items():
+        path, _, _ = function.rpartition(":")
+        if not path.endswith(".py"):
+            load_function(function)  # says what is wrong
+        found[field] = found_file(field, path, *folders)
+    return found
 
 
 def with_algorithm_file(config: RLJobConfig, names: Mapping[str, str]) -> RLJobConfig:
-    """The config with another name for that file."""
-    if FIELD not in names or not isinstance(config.algorithm, CustomConfig):
-        return config
-    function = f"{names[FIELD]}:{config.algorithm.function.rpartition(':')[2]}"
-    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"function": function})})
+    """The config with other names for those files."""
+    agents = {}
+    for name, agent in config.agents.items():
+        script = _renamed(agent.script, names.get(f"agents.{name}.script"))
+        algorithm = _with_file(agent.algorithm, names.get(f"agents.{name}.algorithm.function"))
+        agents[name] = agent.model_copy(update={"script": script, "algorithm": algorithm})
+    algorithm = _with_file(config.algorithm, names.get("algorithm.function"))
+    return config.model_copy(update={"algorithm": algorithm, "agents": agents})
 
 
 def check_algorithm(config: RLJobConfig, files: Mapping[str, Path]) -> None:
-    """Load the algorithm's function once, so that a missing one is found before anything waits in a queue.
+    """Load these functions once, so that a missing one is found before anything waits in a queue.
 
     Raises:
-        EnvironmentLoadError: the file cannot be imported, or has no such function.
+        EnvironmentLoadError: a file cannot be imported, or has no such function.
     """
-    if FIELD in files and isinstance(config.algorithm, CustomConfig):
-        load_function(f"{files[FIELD]}:{config.algorithm.function.rpartition(':')[2]}")
+    for field, function in _functions(config).items():
+        if field in files:
+            load_function(_renamed(function, str(files[field])))
+
+
+def _functions(config: RLJobConfig) -> dict[str, str]:
+    """The functions that the config names, by their fields."""
+    algorithms = {"algorithm.function": config.algorithm}
+    found = {}
+    for name, agent in config.agents.items():
+        if agent.script:
+            found[f"agents.{name}.script"] = agent.script
+        if agent.algorithm is not None:
+            algorithms[f"agents.{name}.algorithm.function"] = agent.algorithm
+    return found | {field: one.function for field, one in algorithms.items() if isinstance(one, CustomConfig)}
+
+
+def _with_file(algorithm: A, file: str | None) -> A:
+    if not isinstance(algorithm, CustomConfig):
+        return algorithm
+    return algorithm.model_copy(update={"function": _renamed(algorithm.function, file)})
+
+
+def _renamed(function: str, file: str | None) -> str:
+    return function if file is None else f"{file}:{function.rpartition(':')[2]}"
 
 
 def refuse_adapter_functions(config: RLJobConfig, environment: type[Environment] | None = None) -> None:

@@ -561,7 +561,9 @@ class RLJobConfig(JobConfig):
                 raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
         if len(own) > self.engine.max_adapters:
             raise ValueError(f"agents have {len(own)} policies, and engine.max_adapters is {self.engine.max_adapters}")
-        algorithms = {name: self.agents[name].algorithm or self.algorithm for name in own}
+        if wide := [name for name in own if (lora := self.agents[name].lora) and self.lora and lora.rank > self.lora.rank]:
+            raise ValueError(f"agents.{wide[0]}.lora.rank is above lora.rank, the largest for which the server makes room")
+        algorithms = {name: self.agents[name].algorithm or self.algorithm for name in own if not self.agents[name].frozen}
         if critics := [name for name, algorithm in algorithms.items() if isinstance(algorithm, PPOConfig)]:
             raise ValueError(f"agents.{critics[0]}: an agent among several cannot learn by PPO with a critic yet")
         if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:

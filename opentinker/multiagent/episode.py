@@ -4,7 +4,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +28,7 @@ from opentinker.rollout.machine import (
     Finalized,
     Finish,
     Generate,
+    Reset,
     ResetDone,
     Step,
     StepDone,
@@ -65,7 +65,7 @@ class _Agent:
         """Of a scripted player; a policy's are its machine's."""
         self.turns = 0
         self.entered = False
-        self.action: Action | None = None
+        self.left = False
 
     @property
     def ended(self) -> bool:
@@ -123,6 +123,9 @@ class GameDriver:
         self._deadline = self._clock() + config.episode_timeout_s
         self._agents = {name: self._agent(name, player) for name, player in players.items()}
         self._acting: dict[str, asyncio.Task[Event | Action]] = {}
+        self._begun = False
+        """The environment has seen an action."""
+        self._aborted: DeadlinePassed | Failed | None = None
 
     def _agent(self, name: str, player: Player) -> _Agent:
         if isinstance(player, ScriptedPlayer):
@@ -156,6 +159,7 @@ class GameDriver:
         try:
             await self._play()
         except _AbortError as abort:
+            self._aborted = abort.event
             for agent in self._agents.values():
                 if agent.machine is not None and not agent.ended:
                     agent.machine.handle(abort.event)
@@ -177,17 +181,21 @@ class GameDriver:
         assert machine is not None
         assert sampler is not None
         assert isinstance(machine.pending, Finish), "every machine has ended"
+        termination, error = machine.pending.termination, machine.error
+        if self._aborted is not None and termination.trains:  # it had left before, and may have earned more
+            late = isinstance(self._aborted, DeadlinePassed)
+            termination, error = Termination.ERROR_TIMEOUT if late else Termination.ERROR_ENV, self._aborted.error
         return Episode(
             task=self._task,
             member=member,
-            termination=machine.pending.termination,
+            termination=termination,
             trajectories=machine.trajectories,
             messages=machine.messages,
             rewards=machine.rewards,
             metrics=machine.metrics,
             components=machine.components,
             tools=machine.tools,
-            error=machine.error,
+            error=error,
             prefix_breaks=machine.prefix_breaks,
             reward_without_turn=machine.early_reward,
             generation_s=sampler.seconds,
@@ -213,6 +221,7 @@ class GameDriver:
             await self._grant(self._agents[name])
         if following.apply:
             actions = dict(following.apply)
+            self._begun = True
             result = await self._step(acted(actions, together=following.together))
             news = news_of(result.observation, done=result.done)  # type: ignore[arg-type]
             present = await self._tell(news, actors=tuple(actions))
@@ -223,7 +232,7 @@ class GameDriver:
         """Wait for the next action of whoever is running."""
         left = self._left()
         done, _ = await asyncio.wait(self._acting.values(), timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
-        if not done:
+        if not done or self._left() <= 0:  # whoever is late by that was not late by itself
             raise _AbortError(self._too_long())
         name = next(name for name, task in self._acting.items() if task in done)
         agent, said = self._agents[name], self._acting.pop(name).result()
@@ -294,29 +303,23 @@ class GameDriver:
             case "skip" if not agent.ended:
                 if agent.machine is not None:
                     agent.machine.handle(TurnLost())
+                # The next turn is another one: it has a seed and a request of its own, and there are not endlessly many.
+                agent.turns += 1
+                if agent.turns >= self._config.max_turns:
+                    raise _CutError(Termination.TRUNCATED_TURNS)
                 return self._barrier.skip(agent.name)
             case "forfeit":
                 if agent.machine is not None and not agent.ended:
                     agent.machine.handle(type(why)(text))
-                following = self._barrier.leave(agent.name)
                 result = await self._step(gone(agent.name))
                 news = news_of(result.observation, done=result.done)  # type: ignore[arg-type]
                 present = await self._tell(news, actors=())
                 if news.done:
                     return Next(over=True)
-                for name in self._barrier.present:
-                    if name not in present:
-                        following = self._both(following, self._barrier.leave(name))
-                return following
+                return self._barrier.leave(agent.name, present=present, named=news.next_agents)
         if agent.machine is not None and not agent.ended:
             agent.machine.handle(type(why)(text))
         raise _AbortError(type(why)(text))
-
-    def _both(self, first: Next[Action], then: Next[Action]) -> Next[Action]:
-        """What two calls of the barrier in a row ask for."""
-        grant = tuple(name for name in (*first.grant, *then.grant) if name in self._barrier.running)
-        apply, together = (first.apply, first.together) if first.apply else (then.apply, then.together)
-        return Next(apply, grant, together, then.over)
 
     async def _step(self, action: Action) -> StepResult:
         result: StepResult = await self._called(lambda left: self._session.step(action, min(left, self._config.step_timeout_s)))
@@ -341,65 +344,73 @@ class GameDriver:
     async def _tell(self, news: News, actors: tuple[str, ...]) -> tuple[str, ...]:
         """Give each agent its part of the news; who takes part from now on."""
         for name, agent in self._agents.items():
-            shown, earned = news.shown.get(name, ()), news.earned.get(name, Earned())
-            metrics = news.metrics.get(name, {})
-            ends = news.done or name in news.left
+            shown, leaves = news.shown.get(name, ()), name in news.left
+            told = _Waiting(shown, news.earned.get(name, Earned()), news.metrics.get(name, {}))
             if agent.machine is None:
-                agent.entered = (agent.entered or bool(shown)) and name not in news.left
+                agent.entered = (agent.entered or bool(shown)) and not leaves
                 agent.waiting.shown += shown
-            elif not agent.entered and shown:
-                await self._enter(agent, shown)
-            elif name in actors:
-                if not ends:
-                    images = await self._images(agent, shown)
-                    agent.machine.handle(StepDone(earned.reward, False, shown, metrics, earned.components, images))
-                else:
-                    agent.machine.handle(StepDone(earned.reward, True, shown, metrics, earned.components))
-                    agent.entered = False
+                continue
+            if name in actors:
+                await self._answer(agent, told, ends=news.done or leaves)
             else:
-                agent.waiting.shown += shown
-                agent.waiting.metrics.update(metrics)
-                agent.waiting.earned = _sum(agent.waiting.earned, earned)
-                if ends and agent.entered:
+                if shown and not agent.entered and not (agent.left and news.done):
+                    await self._enter(agent, shown)
+                    told.shown = ()
+                agent.waiting = _joined(agent.waiting, told)
+                if leaves and agent.entered:
                     await self._end(agent, Termination.DONE)
-                    agent.entered = False
+            agent.left = agent.left or leaves
+            agent.entered = agent.entered and not leaves
         if not news.done:
             for agent in self._agents.values():
                 self._check_cut(agent)
         return tuple(name for name, agent in self._agents.items() if agent.entered and not agent.ended)
 
+    async def _answer(self, agent: _Agent, told: _Waiting, *, ends: bool) -> None:
+        """The environment has answered to the agent's action. What it was told while it made up its mind comes before that."""
+        assert agent.machine is not None
+        before = agent.take()
+        whole = _joined(before, told)
+        images = {} if ends else await self._images(agent, whole.shown)
+        reward, components = told.earned.reward, whole.earned.components
+        agent.machine.handle(
+            StepDone(reward, ends, whole.shown, whole.metrics, components, images, earlier_reward=before.earned.reward)
+        )
+
     async def _enter(self, agent: _Agent, shown: tuple[Message, ...]) -> None:
         assert agent.machine is not None
-        if agent.machine.trajectories or agent.ended:
+        if agent.left or agent.ended:
             raise _AbortError(Failed(f"'{agent.name}' has left and cannot come back: its trajectory has ended"))
         agent.entered = True
         images = await self._images(agent, shown)
         agent.machine.handle(ResetDone(shown, self._session.tools, self._session.finalizes, images))
 
     async def _end(self, agent: _Agent, termination: Termination) -> None:
-        """The episode is over for an agent who did not end it."""
+        """The episode is over for an agent who did not end it, or over for all after it had left."""
         acting = self._acting.pop(agent.name, None)
         if acting is not None:
             acting.cancel()
-            with suppress(asyncio.CancelledError, OpenTinkerError):
-                await acting
+            [outcome] = await asyncio.gather(acting, return_exceptions=True)
+            if isinstance(outcome, Exception) and not isinstance(outcome, OpenTinkerError):
+                raise outcome
         machine = agent.machine
-        if machine is None or isinstance(machine.pending, Finish | Finalize):
+        if machine is None:
             return
-        waiting = agent.take()
-        if not agent.entered:  # it never took part
+        if isinstance(machine.pending, Reset):  # it never took part
             machine.handle(Cancelled())
-            return
-        machine.handle(
-            EpisodeEnded(waiting.shown, waiting.earned.reward, waiting.earned.components, waiting.metrics, termination)
-        )
+        elif not isinstance(machine.pending, Finish) or machine.pending.termination.trains:
+            told = agent.take()
+            machine.handle(EpisodeEnded(told.shown, told.earned.reward, told.earned.components, told.metrics, termination))
 
     async def _finish(self, termination: Termination) -> None:
         """The episode is over for everybody: last rewards, then the end of each machine."""
         for agent in self._agents.values():
             await self._end(agent, termination)
         waiting = [a.machine for a in self._agents.values() if a.machine and isinstance(a.machine.pending, Finalize)]
-        if not waiting:
+        if not self._begun:
+            for machine in waiting:
+                machine.handle(Finalized(0.0))
+        if not waiting or not self._begun:
             return
         result = await self._called(lambda left: self._session.finalize(min(left, self._config.step_timeout_s)))
         for name, agent in self._agents.items():
@@ -424,6 +435,10 @@ class GameDriver:
     def _too_long(self) -> DeadlinePassed:
         awaited = ", ".join(self._barrier.running) or "the environment"
         return DeadlinePassed(f"the episode took longer than {self._config.episode_timeout_s:.3g} s; awaited: {awaited}")
+
+
+def _joined(one: _Waiting, other: _Waiting) -> _Waiting:
+    return _Waiting(one.shown + other.shown, _sum(one.earned, other.earned), one.metrics | other.metrics)
 
 
 def _sum(one: Earned, other: Earned) -> Earned:

@@ -85,8 +85,8 @@ class SharedEnvironment(Environment, metaclass=SharedType):
     def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
         cls.played.check_tasks(tasks, args)
 
-    def close(self) -> None:
-        self._played.close()
+    def close(self) -> Any:
+        return self._played.close()  # to be awaited, if the author's is
 
     def _first(self, observations: Any) -> Sequence[Message]:
         what = f"{type(self).__name__}.reset"
@@ -172,6 +172,10 @@ class SharedEnvironment(Environment, metaclass=SharedType):
         return "step", functools.partial(self._played.step, agent, said)
 
 
+_STEPS = ("step", "step_together", "leave")
+"""The methods of the author's that an action may stand for."""
+
+
 @functools.cache
 def shared(played: type[MultiAgentEnvironment]) -> type[SharedEnvironment]:
     """The class as an Environment of the same name, whose errors point to the author's lines."""
@@ -185,15 +189,22 @@ def shared(played: type[MultiAgentEnvironment]) -> type[SharedEnvironment]:
             method, call = self._asked(action)
             return _then(call(), lambda result: self._result(result, method))
 
-    class AsyncShared(SharedEnvironment):
-        async def reset(self, task: Any) -> Any:
-            return self._first(await _awaited(self._played.reset(task)))
+    made: type[SharedEnvironment] = Shared
+    # On the event loop run only async methods: a plain one would hold up all other episodes.
+    if inspect.iscoroutinefunction(played.reset):
 
-        async def step(self, action: Action) -> Any:
+        async def reset(self: SharedEnvironment, task: Any) -> Any:
+            return self._first(await self._played.reset(task))
+
+        setattr(made, "reset", reset)  # noqa: B010  mypy takes it for an assignment to a method
+    own = [getattr(played, name) for name in _STEPS if getattr(played, name) is not getattr(MultiAgentEnvironment, name)]
+    if all(map(inspect.iscoroutinefunction, own)):
+
+        async def step(self: SharedEnvironment, action: Action) -> Any:
             method, call = self._asked(action)
             return self._result(await _awaited(call()), method)
 
-    made = AsyncShared if inspect.iscoroutinefunction(played.step) else Shared
+        setattr(made, "step", step)  # noqa: B010
     for name in ("reset", "step"):
         getattr(made, name).__wrapped__ = getattr(played, name)
     if played.finalize is not MultiAgentEnvironment.finalize:

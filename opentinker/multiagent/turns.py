@@ -147,27 +147,32 @@ class TurnBarrier(Generic[A]):
         self._round += (agent,)
         return self._ready()
 
-    def leave(self, agent: str) -> Next[A]:
-        """The agent is gone for good; an action of its own that the environment has not seen is dropped.
+    def leave(self, agent: str, *, present: Iterable[str] | None = None, named: Sequence[str] = ()) -> Next[A]:
+        """The agent is gone for good; an action of its own that the environment has not seen is dropped. Where the environment
+        was told before, `present` are those who take part from now on, and `named` whom it names.
 
         Raises:
-            ProtocolError: there is no such agent.
+            ProtocolError: there is no such agent, or the protocol cannot go on without it.
         """
-        stood = self.standing(agent)
+        self.standing(agent)
         self._barred.add(agent)
-        if stood is Standing.GONE:
-            return Next(over=self._over)
-        self._remove(agent)
-        return self._ready() if stood in (Standing.RUNNING, Standing.ACTED) else Next()
+        stay = set(self.present if present is None else present) - self._barred
+        leaving = [other for other in self.present if other not in stay]
+        awaited = any(self._standing[other] in (Standing.RUNNING, Standing.ACTED) for other in leaving)
+        for other in leaving:
+            self._remove(other)
+        if not self._over:
+            self._enter(stay)
+        return self._ready(named) if awaited else Next(over=self._over)
 
-    def _ready(self) -> Next[A]:
+    def _ready(self, named: Sequence[str] = ()) -> Next[A]:
         """What can be applied now that somebody has acted, or will not."""
         if self._applying or self._over:
             return Next(over=self._over)
         if self._turn.together and self.running:
             return Next()
         if not self._queue:
-            return self._go_on(())
+            return self._go_on(named)
         taken = sorted(self._queue, key=self._seats.index) if self._turn.together else self._queue[:1]
         self._queue = [agent for agent in self._queue if agent not in taken]
         self._applying = True

@@ -8,11 +8,12 @@
 |                         | or TurnLost -> PENDING                |                                                       |
 | Step (INTERACTING)      | StepDone, or EpisodeEnded -> done     | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | Finalize (INTERACTING)  | Finalized                             | Failed -> error_env, DeadlinePassed -> error_timeout  |
-| Finish (TERMINATED)     |                                       | none                                                  |
+|                         | or EpisodeEnded                       |                                                       |
+| Finish (TERMINATED)     |                                       | EpisodeEnded                                          |
 
 `Cancelled` ends every status but TERMINATED. Any other event is a programming error and raises. Only an agent among several
-waits for its turn and hears that another ended the episode. What it is shown while it waits comes before its next action; what
-it earns while it waits belongs to its last one.
+waits for its turn and hears that another ended the episode; it also hears that after it has left, and what it has earned since.
+What it is shown while it waits comes before its next action; what it earns while it waits belongs to its last one.
 """
 
 from collections.abc import Sequence
@@ -96,6 +97,8 @@ class StepDone:
     metrics: dict[str, float] = field(default_factory=dict)
     components: dict[str, float] = field(default_factory=dict)
     images: Images = field(default_factory=dict)
+    earlier_reward: float = 0.0
+    """In a multi-agent episode: what it earned while it made up its mind, which belongs to its action before this one."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,11 @@ class EpisodeMachine:
 
     def _next(self, event: Event) -> Request:
         match self.pending, event:
+            case Finish(termination) | Finalize(termination) as request, EpisodeEnded() as end if (
+                self._waits_for_turn and termination.trains
+            ):
+                self._hear(end)
+                return request
             case Finish(), _:
                 pass
             case _, Cancelled():
@@ -248,9 +256,8 @@ class EpisodeMachine:
             case AwaitTurn() | Generate() | Step() as request, EpisodeEnded() as end if self._waits_for_turn:
                 if isinstance(request, Step):
                     self._earn_by_turn(0.0)
-                self._earn(end.reward, end.components)
-                self.metrics.update(end.metrics)
-                self.messages += self._news + end.observation
+                self.messages += self._news
+                self._hear(end)
                 return self._end(end.termination)
             case Generate() as request, ActionSampled(sample):
                 return self._acted(request, sample)
@@ -268,6 +275,11 @@ class EpisodeMachine:
     def _end(self, termination: Termination) -> Request:
         finalizes = self._finalizes and (self.rewards or self._waits_for_turn)
         return Finalize(termination) if finalizes else Finish(termination)
+
+    def _hear(self, end: EpisodeEnded) -> None:
+        self._earn(end.reward, end.components)
+        self.metrics.update(end.metrics)
+        self.messages += end.observation
 
     def _earn(self, reward: float, components: dict[str, float]) -> None:
         """Add to the last turn's reward, or to the first one's that is to come."""
@@ -303,6 +315,7 @@ class EpisodeMachine:
         return Step(action)
 
     def _stepped(self, result: StepDone) -> Request:
+        self._earn(result.earlier_reward, {})
         self._earn_by_turn(result.reward)
         self.metrics.update(result.metrics)
         self._earn(0.0, result.components)

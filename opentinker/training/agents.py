@@ -17,7 +17,7 @@ from opentinker.config.job import RLJobConfig, SamplingConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
-from opentinker.errors import ConfigError, EpisodesFailedError
+from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
 from opentinker.images import Image
 from opentinker.multiagent.environment import MultiAgentEnvironment
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
@@ -217,6 +217,8 @@ class AgentsLoop:
         rows: dict[str, Row] = {}
         for name, of_agent in groups.items():
             result = summarize_groups(of_agent, seed=self.config.training.seed, pass_at=evaluation.pass_at)
+            if result is None and not any(group.failures for group in of_agent):
+                continue  # it never took part
             if result is None:
                 await self._policies[self.config.policies[0]].info()  # a dead server is the better explanation
                 raise EpisodesFailedError(f"no episode of '{name}' was usable in evaluation: {commonest_failure(of_agent)}")
@@ -243,7 +245,9 @@ class AgentsLoop:
         ).to_json()
         keep_last = kept(self.config.training, name)
         own, *others = self._policies.values()
-        await asyncio.gather(*(policy.save(name, driver=state, keep_last=keep_last) for policy in others))
+        # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before.
+        spare = None if keep_last is None else keep_last + 1
+        await asyncio.gather(*(policy.save(name, driver=state, keep_last=spare) for policy in others))
         return await own.save(name, driver=state, keep_last=keep_last)
 
     async def close(self) -> None:
@@ -252,7 +256,10 @@ class AgentsLoop:
         await self._evaluator.close()
 
     async def _update(self, name: str, groups: Groups, optimizer: AdamParams, step: int) -> Learned:
-        return await self._learners[name].learn(self._experience(name, groups), optimizer, step)
+        try:
+            return await self._learners[name].learn(self._experience(name, groups), optimizer, step)
+        except OpenTinkerError as error:
+            raise type(error)(f"the update of '{name}': {error.detail}", hint=error.hint) from error
 
     def _experience(self, name: str, groups: Groups) -> list[Group]:
         """What the policy of an agent learns from: the agent's groups, and those of the agents that share it."""

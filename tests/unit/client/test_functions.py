@@ -13,6 +13,7 @@ from opentinker.algorithms.select import advantage_function
 from opentinker.cli.train import _checked_rl
 from opentinker.client.submission import prepare, read_job
 from opentinker.config.job import RLJobConfig
+from opentinker.env.load import load_function
 from opentinker.errors import ConfigError, EnvironmentLoadError
 
 OWN = """
@@ -88,6 +89,44 @@ def test_the_function_is_found_where_the_job_runs(folder: Path, tmp_path: Path, 
     job = read_job(path)
     assert isinstance(job, RLJobConfig)
     assert thrice(*_checked_rl(job, path.parent))
+
+
+def agents(folder: Path, **white: Any) -> Path:
+    """A job of two agents."""
+    path = config(folder, "gomoku_duel")
+    fields = yaml.safe_load(path.read_text()) | {"lora": {"rank": 4}, "agents": {"black": {}, "white": white}}
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def test_what_agents_name_is_found_where_the_job_runs(folder: Path, tmp_path: Path) -> None:
+    (folder / "players.py").write_text("def careful(messages, numbers):\n    return 'a1'\n")
+    for white in ({"script": "players.py:careful"}, {"algorithm": {"kind": "custom", "function": "adv.py:f"}}):
+        path = agents(folder, **white)
+        sent, here = prepare(path), read_job(path)
+        code = sent.code()
+        assert isinstance(here, RLJobConfig)
+        assert isinstance(sent.config, RLJobConfig)
+        assert code is not None
+        zipfile.ZipFile(io.BytesIO(code)).extractall(tmp_path / "cluster")
+        for job, base_dir in ((sent.config, tmp_path / "cluster"), _checked_rl(here, path.parent)):
+            player = job.agents["white"]
+            if player.script:
+                assert load_function(player.script, base_dir)([], None) == "a1"
+            else:
+                assert player.algorithm is not None
+                assert thrice(job.model_copy(update={"algorithm": player.algorithm}), base_dir)
+
+
+def test_what_agents_name_and_is_not_there_is_refused_at_once(folder: Path) -> None:
+    (folder / "players.py").write_text("")
+    for script, says in (
+        ("nope.py:careful", r"agents.white.script: there is no file nope.py"),
+        ("players.py:careful", "has no function 'careful'"),
+        ("players", "'players' names no function"),
+    ):
+        with pytest.raises((ConfigError, EnvironmentLoadError), match=says):
+            prepare(agents(folder, script=script))
 
 
 @pytest.mark.parametrize(

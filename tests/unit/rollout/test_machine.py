@@ -276,7 +276,7 @@ LEGAL: dict[type, tuple[type, ...]] = {
     AwaitTurn: (TurnGranted, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
     Generate: (ActionSampled, TurnLost, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
     Step: (StepDone, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
-    Finalize: (Finalized, DeadlinePassed, Failed, Cancelled),
+    Finalize: (Finalized, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
     Finish: (),
 }
 

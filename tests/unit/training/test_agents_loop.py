@@ -14,7 +14,7 @@ from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError, EngineError, EpisodesFailedError, TrainerError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.phases import Moment, Phase
-from opentinker.multiagent.protocol import Simultaneous
+from opentinker.multiagent.protocol import RoundRobin, Simultaneous
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.progress import row_line
@@ -168,7 +168,7 @@ async def test_an_update_that_fails_ends_the_run_after_the_others(make_policy, m
         raise TrainerError("the loss is nan")
 
     own.made["white"].train_step = broken
-    with pytest.raises(TrainerError, match="the loss is nan"):
+    with pytest.raises(TrainerError, match="the update of 'white': the loss is nan"):
         await loop.step()
     assert loop.steps_done == 0
     assert loop.phases.moment == Moment(0, Phase.UPDATE), "nobody samples before all updates are published"
@@ -185,6 +185,55 @@ async def test_an_agent_whose_policy_always_fails_is_named(make_policy, make_con
     own.made["white"].broken = EngineError("out of memory")
     with pytest.raises(EpisodesFailedError, match="'white': out of memory"):
         await loop.run(10)
+
+
+async def test_a_run_that_dies_between_the_checkpoints_of_a_step_goes_on_from_those_before(
+    make_policy, make_config, recorder
+) -> None:
+    own = make_policy()
+    wanted = config(make_config, training={"save_every": 1, "keep_last": 1})
+    loop = await AgentsLoop.connect(wanted, load_environment(Seats), own, recorder)
+    await loop.run(1)
+    assert own.kept["step-000001"] == 1
+    assert own.made["white"].kept["step-000001"] == 2, "its last one stays until the job's own is written"
+
+
+class Sometimes(MultiAgentEnvironment):
+    """White is only asked in training."""
+
+    agents = ("black", "white")
+    protocol = RoundRobin()
+
+    @classmethod
+    def held_out_tasks(cls) -> Sequence[Any]:
+        return [{"held out": True}]
+
+    def reset(self, task: Any) -> Mapping[str, str]:
+        return {name: "which digit?" for name in self.agents if name == "black" or "held out" not in task}
+
+    def step(self, agent: str, action: Action) -> MultiStepResult:
+        return MultiStepResult({agent: float(action.text == "7")}, done=agent == "white" or len(action.text) > 1, left=[agent])
+
+
+async def test_who_never_takes_part_in_an_evaluation_is_left_out_of_it(make_policy, make_config, recorder) -> None:
+    loop = await AgentsLoop.connect(config(make_config), load_environment(Sometimes), make_policy(), recorder)
+    row = await loop.evaluate()
+    assert row is not None
+    assert list(row["agents"]) == ["black"]
+    await loop.step()
+    evaluation, step = recorder.rows
+    assert list(step["agents"]) == ["black", "white"]
+    summary = summarize_agents(recorder.rows) | {"wall_s": 1.0}
+    assert "mean reward of white" in render_agents_report(loop.config.model_dump(mode="json"), recorder.rows, [], summary)
+    assert row_line(evaluation, 1).startswith("held-out reward black ")
+
+
+async def test_a_frozen_agent_needs_no_algorithm_that_fits(make_policy, make_config, recorder) -> None:
+    mixed = {"black": {"algorithm": {"kind": "rloo", "group_size": 3}}, "white": {"frozen": True}}
+    loop = await AgentsLoop.connect(config(make_config, mixed), load_environment(Seats), make_policy(), recorder)
+    await loop.step()
+    agent = recorder.rows[-1]["agents"]["black"]
+    assert agent["episodes"] == 3 * agent["groups"]
 
 
 async def test_a_run_has_a_page_a_line_and_scalars(make_policy, make_config, recorder) -> None:
@@ -234,6 +283,7 @@ def test_an_environment_for_one_takes_no_agents_and_one_for_several_needs_them(m
         ({"a": {"frozen": True, "optimizer": {"learning_rate": 1.0}}, "b": {}}, {}, "a frozen policy does not learn"),
         ({"a": {}, "b": {}}, {"lora": None}, "2 policies share one base model, so they are adapters; set lora"),
         ({"a": {}, "b": {}}, {"engine": {"max_adapters": 1}}, "agents have 2 policies, and engine.max_adapters is 1"),
+        ({"a": {}, "b": {"lora": {"rank": 8}}}, {}, "agents.b.lora.rank is above lora.rank"),
         ({"a": {"lora": {"rank": 2}}, "b": {}}, {}, "agents.a has the job's own policy"),
         ({"a": {}, "b": {"algorithm": {"kind": "grpo", "group_size": 4}}}, {}, "need the same group_size"),
         ({"a": {}, "b": {"algorithm": {"kind": "ppo"}}}, {}, "cannot learn by PPO with a critic yet"),
