@@ -81,7 +81,7 @@ class EngineConfig(Config):
         return self
 
 
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 INFERENCE_MEMORY_FRACTION = 0.9
 """Default share of a GPU for an engine that has it to itself."""
 
@@ -90,12 +90,16 @@ class TrainerConfig(Config):
     """The trainer of the job's server."""
 
     dtype: Dtype = "bfloat16"
-    """Type of weights and activations, in trainer and engine. Master weights and optimizer state are float32 always."""
+    """Type of weights and activations, in trainer and engine. Master weights and optimizer state are float32 always. `float16`
+    is for GPUs without bfloat16: gradients are scaled, and a step whose gradients do not fit is skipped."""
     pack_tokens: Annotated[int, Field(ge=16)] = 1024
     """Tokens in one packed forward pass. A group that does not fit is split."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the layers until the backward pass, which then computes the rest again: less memory for a pack,
     so longer ones fit, for more time. The numbers are the same, bit for bit."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit`: moments in a byte each, in blocks with a scale: 2 bytes per trained parameter in place of 8, for slower
+    steps. Of the policy; a critic's stay in float32."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """How the trainer attends: `sdpa` tile by tile, `flex` with one FlexAttention kernel over a pack, which is compiled (CUDA
     only); `auto` = sdpa."""

@@ -30,6 +30,7 @@ from opentinker.server.trainer import checkpoint, lora
 from opentinker.server.trainer.base import ForwardBackwardResult
 from opentinker.server.trainer.budget import MemoryBudget, ModelSize, PassKind
 from opentinker.server.trainer.critic import Critic
+from opentinker.server.trainer.eight_bit import EightBitOptimizer
 from opentinker.server.trainer.identity import BASE, base_digest, check_base
 from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_loss
 from opentinker.server.trainer.model import PackedModel
@@ -98,6 +99,7 @@ class TorchTrainer:
         Raises:
             ConflictError: the name is taken, or a full-parameter policy would share the model.
             ConfigError: the adapter's config, or its critic's, is wrong or fits no layer.
+            TooLargeError: there is no memory for the optimizer state of all parameters.
         """
         if policy in self._policies:
             raise ConflictError(f"there already is a policy {policy}")
@@ -109,13 +111,14 @@ class TorchTrainer:
         head = ScalarHead(self._model.hidden_size, self._device, bias=False) if spec.head == "scalar" else None
         if spec.lora is None:
             parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
-            self._policies[policy] = _Policy(MasterOptimizer(parameters), None, (), head)
+            self._budget.check_state(parameters.values(), self._device)
+            self._policies[policy] = _Policy(self._optimizer(policy, parameters), None, (), head)
         else:
             config = parse_config(LoraConfig, spec.lora)
             names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
             adapter = lora.add_adapters(self._model.model, names, self._adapter_pass, policy, config, spec.seed)
             parameters = adapter if head is None else {**adapter, **head.parameters(lora.PEFT_PREFIX)}
-            self._policies[policy] = _Policy(MasterOptimizer(parameters), config, targets, head)
+            self._policies[policy] = _Policy(self._optimizer(policy, parameters), config, targets, head)
         if critic_config is None:
             return
         try:
@@ -124,6 +127,9 @@ class TorchTrainer:
             self.delete_policy(policy)
             raise
         self._policies[policy] = replace(self._policies[policy], critic=critic)
+
+    def _optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> MasterOptimizer:
+        return (EightBitOptimizer if self._config.optimizer == "adamw_8bit" else MasterOptimizer)(parameters)
 
     def delete_policy(self, policy: str) -> None:
         """Forget a policy. The base weights are pristine afterwards: after a full-parameter policy they are its reference's,
@@ -213,7 +219,7 @@ class TorchTrainer:
                 total, part = token_loss(loss, scores_N, self._arrays(data, pack), sequence_N, entropies_N)
                 if not np.isfinite(part["loss_sum"] * factor):
                     raise TrainerError(f"the loss is {part['loss_sum']}; no gradient was added")
-                (total * factor).backward()  # type: ignore[no-untyped-call]
+                optimizer.scaled(total * factor).backward()  # type: ignore[no-untyped-call]
                 _scatter(pack, scores_N.detach(), scores)
                 metrics.append(part)
         merged = merge_metrics([{"tokens": 0.0, "loss_sum": 0.0}, *metrics])
@@ -241,9 +247,11 @@ class TorchTrainer:
 
     @memory_explained()
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
-        if not critic:
-            return {"grad_norm": self._get(policy).optimizer.step(params)}
-        return {"grad_norm": self._critic(policy).optimizer.step(params)}
+        optimizer = self._critic(policy).optimizer if critic else self._get(policy).optimizer
+        report = {"grad_norm": optimizer.step(params)}
+        if (scale := optimizer.loss_scale) is not None:
+            report |= {"loss_scale": scale.value, "steps_skipped": float(scale.skipped)}
+        return report
 
     def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
         self._check_samples(policy)
@@ -297,7 +305,7 @@ class TorchTrainer:
         for name, text in (beside or {}).items():
             (folder / name).write_text(text)
         base = {} if state.lora is None else {BASE: self._base_digest()}
-        known = {**(about or {}), **self._identity(state), **base, **critic}
+        known = {**(about or {}), **self._identity(state), **base, **critic, **state.optimizer.progress()}
         return checkpoint.seal(folder, {**known, "step": state.optimizer.step_count})
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
@@ -323,6 +331,7 @@ class TorchTrainer:
         if state.critic is not None:
             state.critic.load(folder, found)
         state.optimizer.load_state(tensors, int(found["step"]))
+        state.optimizer.load_progress(found)
 
     def _identity(self, state: _Policy) -> dict[str, Any]:
         """What a checkpoint and the policy that loads it must have in common, besides all tensor shapes."""
