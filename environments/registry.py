@@ -9,3 +9,9 @@ BUILT_IN = {
     "math": "opentinker.environments.math:Math",
     "math_code": "opentinker.environments.math_code:MathCode",
 }
+FOR_AGENTS = {
+    "describe_guess": "opentinker.environments.describe_guess:DescribeGuess",
+    "gomoku_duel": "opentinker.environments.gomoku_duel:GomokuDuel",
+    "negotiation": "opentinker.environments.negotiation:Negotiation",
+}
+"""Those of several agents."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from opentinker.client.client import Client, Job
     from opentinker.client.messages import AdamParams
     from opentinker.client.submitted import SubmittedJob
+    from opentinker.config.agents import TurnsConfig
     from opentinker.config.algorithms import CISPOConfig as CISPO
     from opentinker.config.algorithms import CriticConfig, KLConfig, MismatchConfig, OverlongConfig
     from opentinker.config.algorithms import DAPOConfig as DAPO
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
     from opentinker.config.job import (
+        AgentConfig,
         EngineConfig,
         EvaluationConfig,
         InferenceJobConfig,
@@ -41,14 +43,28 @@ if TYPE_CHECKING:
     from opentinker.env.tasks import GeneratedTasks, ListTasks, TaskSource
     from opentinker.errors import JobFailedError, OpenTinkerError, ServerLostError
     from opentinker.images import Image
-    from opentinker.training.trainer import PreferenceTrainer, RLTrainer, SFTTrainer
+    from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
+    from opentinker.multiagent.protocol import (
+        AgentProtocol,
+        Alternating,
+        EnvironmentChooses,
+        Free,
+        ModeratorChooses,
+        RoundRobin,
+        Simultaneous,
+        Table,
+        Turn,
+    )
+    from opentinker.training.trainer import MultiAgentTrainer, PreferenceTrainer, RLTrainer, SFTTrainer
 
 _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
     "opentinker.client.messages": ("AdamParams",),
     "opentinker.client.submitted": ("SubmittedJob",),
     "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
+    "opentinker.config.agents": ("TurnsConfig",),
     "opentinker.config.job": (
+        "AgentConfig",
         "EngineConfig",
         "EvaluationConfig",
         "InferenceJobConfig",
@@ -67,7 +83,19 @@ _HOMES = {
     "opentinker.env.tasks": ("GeneratedTasks", "ListTasks", "TaskSource"),
     "opentinker.errors": ("JobFailedError", "OpenTinkerError", "ServerLostError"),
     "opentinker.images": ("Image",),
-    "opentinker.training.trainer": ("PreferenceTrainer", "RLTrainer", "SFTTrainer"),
+    "opentinker.multiagent.environment": ("MultiAgentEnvironment", "MultiStepResult"),
+    "opentinker.multiagent.protocol": (
+        "AgentProtocol",
+        "Alternating",
+        "EnvironmentChooses",
+        "Free",
+        "ModeratorChooses",
+        "RoundRobin",
+        "Simultaneous",
+        "Table",
+        "Turn",
+    ),
+    "opentinker.training.trainer": ("MultiAgentTrainer", "PreferenceTrainer", "RLTrainer", "SFTTrainer"),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
 _ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "PPO", "RLOO", "ReinforcePP")
@@ -86,13 +114,18 @@ __all__ = [
     "RLOO",
     "Action",
     "AdamParams",
+    "AgentConfig",
+    "AgentProtocol",
+    "Alternating",
     "BradleyTerry",
     "Client",
     "CriticConfig",
     "DrGRPO",
     "EngineConfig",
     "Environment",
+    "EnvironmentChooses",
     "EvaluationConfig",
+    "Free",
     "GeneratedTasks",
     "Image",
     "InferenceJobConfig",
@@ -104,6 +137,10 @@ __all__ = [
     "LoraConfig",
     "Message",
     "MismatchConfig",
+    "ModeratorChooses",
+    "MultiAgentEnvironment",
+    "MultiAgentTrainer",
+    "MultiStepResult",
     "OpenTinkerError",
     "OverlongConfig",
     "PreferenceTrainer",
@@ -113,14 +150,19 @@ __all__ = [
     "RemoteEnvironment",
     "Resources",
     "RolloutConfig",
+    "RoundRobin",
     "SFTTrainer",
     "SamplingConfig",
     "Scheduling",
     "ServerLostError",
+    "Simultaneous",
     "StepResult",
     "SubmittedJob",
+    "Table",
     "TaskSource",
     "TrainerConfig",
+    "Turn",
+    "TurnsConfig",
     "load_tasks",
     "remote_environment",
 ]

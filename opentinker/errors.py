@@ -188,6 +188,13 @@ class EnvironmentFailedError(OpenTinkerError):
     code = "environment_failed"
 
 
+class ProtocolError(OpenTinkerError):
+    """An order of play that cannot go on, or an action that breaks it: out of turn, twice, or of an agent that is not there."""
+
+    code = "protocol_violated"
+    status = 409
+
+
 class RenderingError(OpenTinkerError):
     """A chat template cannot render these messages."""
 

@@ -5,7 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from opentinker.scheduler.gpus import GpuUse
-from opentinker.scheduler.placement import Allocation, Demand, Node, free_on
+from opentinker.scheduler.layouts import held_by, total
+from opentinker.scheduler.placement import Demand, Node, free_on
 from opentinker.scheduler.records import Job, Server
 from opentinker.scheduler.states import JobState
 
@@ -25,10 +26,10 @@ def cluster_view(
 ) -> dict[str, Any]:
     """{"nodes", "queue", "queued", "running"}. `servers` are those that hold something, with their jobs; of a job that the
     caller does not see (`sees`), only the owner and the amounts are told. `unhealthy`: by server, why it stays."""
-    free = free_on(nodes, [Allocation(s.node_id, Demand(s.gpus, s.cpu_slots)) for s, _ in servers])
+    free = free_on(nodes, [allocation for server, _ in servers for allocation in held_by(server)])
     return {
         "nodes": [
-            _node(node, free[node.id], [s for s in servers if s[0].node_id == node.id], use.get(node.id, ()), sees, unhealthy)
+            _node(node, free[node.id], [s for s in servers if _is_on(s[0], node)], use.get(node.id, ()), sees, unhealthy)
             for node in nodes
         ],
         "queue": [_waiting(job, waiting_for(job), sees(job)) for job in queue],
@@ -52,18 +53,23 @@ def _node(
         "free_gpus": free.gpus,
         "cpu_slots": node.cpu_slots,
         "free_cpu_slots": free.cpu_slots,
-        "held": [_held(server, job, sees(job), unhealthy.get(server.id, "")) for server, jobs in servers for job in jobs],
+        "held": [_held(server, node, job, sees(job), unhealthy.get(server.id, "")) for server, jobs in servers for job in jobs],
         "gpu_use": [asdict(gpu) for gpu in use],
     }
 
 
-def _held(server: Server, job: Job, seen: bool, unhealthy: str) -> dict[str, Any]:
+def _is_on(server: Server, node: Node) -> bool:
+    return node.id in (server.node_id, server.rollout_node_id)
+
+
+def _held(server: Server, node: Node, job: Job, seen: bool, unhealthy: str) -> dict[str, Any]:
+    here = total([allocation.demand for allocation in held_by(server) if allocation.node_id == node.id])
     return {
         **_who(job, seen),
         "unhealthy": unhealthy,
         "server_state": server.state,
-        "gpus": server.gpus,
-        "cpu_slots": server.cpu_slots,
+        "gpus": here.gpus,
+        "cpu_slots": here.cpu_slots,
         "since": job.started_at or job.created_at,
     }
 

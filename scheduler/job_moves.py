@@ -1,14 +1,15 @@
 """All moves of a job from state to state, once it was submitted: each is recorded with why, and known to all who count."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from opentinker.config.job import parse_job
 from opentinker.scheduler.job_clocks import JobClocks
 from opentinker.scheduler.journal import Journal, storable
+from opentinker.scheduler.layouts import total
 from opentinker.scheduler.metrics import SchedulerMetrics
-from opentinker.scheduler.placement import Allocation
+from opentinker.scheduler.placement import Allocation, Demand
 from opentinker.scheduler.queue_view import QueueView
 from opentinker.scheduler.records import RESTARTING, RETURNED, STARTING, STOP_REQUESTED, Job, Policy, Server
 from opentinker.scheduler.states import JobState, ServerState, move_job
@@ -35,26 +36,31 @@ class JobMoves:
         self._metrics = metrics
         self._now = now
 
-    def start(self, job: Job, where: Allocation) -> None:
-        """Give a queued job a place, and a server to come there."""
+    def start(self, job: Job, where: Sequence[Allocation]) -> None:
+        """Give a queued job a place, bundle by bundle, and a server to come there."""
         config = parse_job(job.config)
-        demand = where.demand
+        main, demand = where[0], total([allocation.demand for allocation in where])
+        rollout = where[1] if len(where) > 1 else Allocation("", Demand())
         server = Server(
             id=f"srv-{secrets.token_hex(5)}",
             state=ServerState.STARTING,
             base_model=config.base_model,
-            node_id=where.node_id,
+            node_id=main.node_id,
             gpus=demand.gpus,
             cpu_slots=demand.cpu_slots,
+            rollout_gpus=rollout.demand.gpus,
+            rollout_cpu_slots=rollout.demand.cpu_slots,
+            rollout_node_id=rollout.node_id,
         )
         policy = Policy(f"pol-{secrets.token_hex(8)}", job.id, server.id)
         started = replace(job, state=move_job(job.state, JobState.STARTING))
         first = self._store.holding_since(job.id) is None
-        event = self._journal.event(job.id, STARTING, f"{demand} on node {where.node_id}")
+        places = " and ".join(f"{allocation.demand} on node {allocation.node_id}" for allocation in where)
+        event = self._journal.event(job.id, STARTING, places)
         self._store.save(server, started, policy, event)
         self._queue.started(job.id, self._now())
-        self._warmth.left(job.id, where.node_id)
-        self._journal.announce(job.id, STARTING, server=server.id, node=where.node_id)
+        self._warmth.left(job.id, main.node_id)
+        self._journal.announce(job.id, STARTING, server=server.id, node=main.node_id)
         if first:
             self._metrics.queue_wait.observe(max(0.0, self._now() - job.created_at))
 

@@ -37,6 +37,8 @@ class ServerSpec:
     head: str = "lm"
     critic: dict[str, Any] | None = None
     """The fields of `LoraConfig` of the policy's critic, if it has one."""
+    rollout: Allocation | None = None
+    """Where the rollout engine has a process of its own; None: in the trainer's."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Launched:
     endpoint: str
     worker_pid: int
     front_pid: int
+    engine_gpus: tuple[int, ...] = ()
+    """Indexes of the GPUs of an engine with a process of its own."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ class Launcher(Protocol):
         """Kill a server's driver, if it has one."""
         ...
 
-    async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
+    async def stop_server(self, server_id: str, job_ids: list[str], where: Sequence[Allocation], *, graceful: bool) -> str:
         """Stop a server (also one that is half started, or unknown after a restart) and wait for its jobs' processes to
         be gone, and for the memory of GPUs that it had to itself.
 

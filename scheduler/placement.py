@@ -64,37 +64,40 @@ class Placement:
     waits: Mapping[str, str]
 
 
-def roles_of(resources: Resources, nodes: Sequence[Node]) -> tuple[tuple[str, Demand], ...]:
-    """(role, demand) of each bundle that a job asks for; colocated, its one bundle plays both roles."""
-    if resources.trainer is not None and resources.rollout is not None:
-        roles = (("trainer", resources.trainer), ("rollout", resources.rollout))
-        return tuple((name, Demand(gpus=role.gpus)) for name, role in roles for _ in range(role.replicas))
-    gpus = resources.gpus
+def roles_of(resources: Resources, nodes: Sequence[Node], ranks: int = 1) -> tuple[tuple[str, Demand], ...]:
+    """(role, demand) of each bundle that a job asks for, whose trainer has so many ranks; colocated, its one bundle plays both
+    roles."""
+    if resources.layout == "split":
+        return tuple(
+            (name, _amount(role.gpus, nodes, ranks if name == "trainer" else 1))
+            for name, role in resources.roles.items()
+            for _ in range(role.replicas)
+        )
+    return (("trainer and rollout", _amount(resources.gpus, nodes, ranks)),)
+
+
+def _amount(gpus: float | None, nodes: Sequence[Node], ranks: int) -> Demand:
     if gpus is None:
-        gpus = 1 if any(node.gpus for node in nodes) else 0
-    return (("trainer and rollout", Demand(gpus=gpus) if gpus else Demand(cpu_slots=1)),)
+        gpus = ranks if any(node.gpus for node in nodes) else 0
+    return Demand(gpus=gpus) if gpus else Demand(cpu_slots=ranks)
 
 
-def demand_of(resources: Resources, present: Sequence[Node], kinds: Sequence[NodeType] = ()) -> Demand:
-    """What a job's server occupies, resolved against the cluster: its nodes, and the kinds that can be added.
+def demand_of(resources: Resources, present: Sequence[Node], kinds: Sequence[NodeType] = (), *, ranks: int = 1) -> Demand:
+    """What a colocated job's server occupies, resolved against the cluster: its nodes, and the kinds that can be added. Each of
+    the trainer's `ranks` has a GPU or a CPU slot.
 
     Raises:
-        ConfigError: no node could ever hold it, or the layout is one that servers cannot do yet.
+        ConfigError: no node could ever hold it.
     """
-    if resources.layout != "colocated":
-        raise ConfigError(
-            f"resources.layout: '{resources.layout}' is not served yet: trainer and rollout engine of a job share their GPUs",
-            hint="leave resources.layout out, and give resources.gpus instead of trainer and rollout",
-        )
     nodes = [*present, *addable(kinds)]
-    ((_, demand),) = roles_of(resources, nodes)
+    ((_, demand),) = roles_of(resources, nodes, ranks)
     if not any(node.gpus >= demand.gpus and node.cpu_slots >= demand.cpu_slots for node in nodes):
         largest = max((node.gpus if demand.gpus else node.cpu_slots for node in nodes), default=0)
         unit = "GPU" if demand.gpus else "CPU slot"
         raise ConfigError(
             f"the job asks for {demand} on one node; the largest node of this cluster has {count(largest, unit)}",
-            hint="lower resources.gpus (0 = a CPU slot)"
-            if demand.gpus
+            hint=f"lower {'trainer.ranks' if ranks > 1 else 'resources.gpus (0 = a CPU slot)'}"
+            if demand.gpus or ranks > 1
             else "start the cluster with CPU slots, or ask for a GPU",
         )
     return demand

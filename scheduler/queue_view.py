@@ -8,6 +8,7 @@ from opentinker.config.base import parse_config
 from opentinker.config.job import KINDS, Scheduling
 from opentinker.errors import ConfigError
 from opentinker.scheduler.fairshare import UsageLedger, cost_of
+from opentinker.scheduler.layouts import bundles
 from opentinker.scheduler.placement import Demand
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import Policy
@@ -86,7 +87,7 @@ class QueueView:
         return JobView(
             id=row.id,
             state=row.state,
-            request=(Demand(row.gpus, row.cpu_slots),),
+            request=bundles(row),
             lease_expires_at=row.lease_expires_at,
             owner=row.owner,
             priority=scheduling.priority,

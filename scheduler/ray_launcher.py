@@ -1,5 +1,5 @@
-"""A `Launcher` on Ray: one placement group per server; its worker on it; front and driver beside it without CPU demands, so
-that they can never wait for a core that the job itself holds."""
+"""A `Launcher` on Ray: one placement group per server; its worker on it, and its engine, if that has a process of its own;
+front and driver beside it without CPU demands, so that they can never wait for a core that the job itself holds."""
 
 import asyncio
 import logging
@@ -53,11 +53,14 @@ class _Parts:
     """What exists of a server."""
 
     group: PlacementGroup | None = None
+    engine: Any = None
+    """Only where it is split from the worker, which has the trainer."""
     worker: Any = None
     front: Any = None
     pids: dict[str, int] = field(default_factory=dict)
     gpus: tuple[int, ...] | None = None
     """What Ray chose on the node; None before it is known."""
+    engine_gpus: tuple[int, ...] = ()
 
 
 class RayLauncher:
@@ -98,12 +101,15 @@ class RayLauncher:
     async def launch(self, spec: ServerSpec) -> Launched:
         nodes = await self.nodes()
         node = next((node for node in nodes if node.id == spec.node_id), None)
-        if node is None:
+        beside = None if spec.rollout is None else next((n for n in nodes if n.id == spec.rollout.node_id), None)
+        if node is None or (spec.rollout is not None and beside is None):
             raise NotPlacedError("the node died before the server started")
         parts = await self._known(spec.server_id)
         if parts.front is not None and parts.worker is None:  # the worker is always created first
             raise ServerLostError("the server's worker process died while the scheduler was down")
-        self._create(spec, node, parts, front_host(self._settings.server_host, node, nodes))
+        if spec.rollout is not None and parts.worker is not None and parts.engine is None:  # and before it the engine
+            raise ServerLostError("the server's engine process died while the scheduler was down")
+        self._create(spec, node, beside, parts, front_host(self._settings.server_host, node, nodes))
         try:
             async with asyncio.timeout(self._settings.start_timeout_s):
                 launched = await self._start(spec, parts)
@@ -111,7 +117,8 @@ class RayLauncher:
         except TimeoutError as error:
             raise DeadlineError(f"the server did not start within {self._settings.start_timeout_s:g} s") from error
         except RayActorError as error:
-            which = "front" if error.actor_id == parts.front._actor_id.hex() else "worker"
+            actors = {"front": parts.front, "engine": parts.engine, "worker": parts.worker}
+            which = next((n for n, a in actors.items() if a is not None and error.actor_id == a._actor_id.hex()), "worker")
             raise ServerLostError(
                 death(f"the server's {which} process", parts.pids.get(which), error, "while starting")
             ) from error
@@ -134,26 +141,45 @@ class RayLauncher:
     async def _known(self, server_id: str) -> _Parts:
         """What there is of a server, be it from an earlier life of the scheduler."""
         if server_id not in self._parts:
-            group, worker, front = await asyncio.gather(
+            group, engine, worker, front = await asyncio.gather(
                 asyncio.to_thread(find_group, server_id),
+                asyncio.to_thread(find_actor, f"{server_id}.engine"),
                 asyncio.to_thread(find_actor, f"{server_id}.worker"),
                 asyncio.to_thread(find_actor, f"{server_id}.front"),
             )
-            self._parts.setdefault(server_id, _Parts(group, worker, front))
+            self._parts.setdefault(server_id, _Parts(group, engine, worker, front))
         return self._parts[server_id]
 
-    def _create(self, spec: ServerSpec, node: Node, parts: _Parts, host: str) -> None:
-        """Create what is missing."""
+    def _create(self, spec: ServerSpec, node: Node, beside: Node | None, parts: _Parts, host: str) -> None:
+        """Create what is missing. `beside` is the node of an engine that is split from the worker."""
         demand, worker_class, front_class = spec.demand, load(self._settings.worker_class), load(self._settings.front_class)
+        demands = [(node, demand)] + ([(beside, spec.rollout.demand)] if spec.rollout is not None and beside else [])
         if parts.group is None:
             parts.group = placement_group(
-                [_amounts(demand)],
-                strategy="STRICT_PACK",
+                [_amounts(each) for _, each in demands],
+                strategy="STRICT_PACK" if len(demands) == 1 else "PACK",
                 name=spec.server_id,
                 lifetime="detached",
-                bundle_label_selector=[{"ray.io/node-id": node.id}],
+                bundle_label_selector=[{"ray.io/node-id": place.id} for place, _ in demands],
+            )
+        if parts.engine is None and len(demands) == 2:
+            place, each = demands[1]
+            parts.engine = (
+                ray.remote(load(self._settings.engine_class))
+                .options(
+                    **lasting(f"{spec.server_id}.engine"),
+                    num_cpus=0,
+                    num_gpus=each.gpus,
+                    resources={CPU_SLOT: each.cpu_slots} if each.cpu_slots else None,
+                    max_concurrency=WORKER_THREADS,
+                    max_restarts=0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(parts.group, placement_group_bundle_index=1),
+                    runtime_env=_worker_env(spec.job_id, place, each),
+                )
+                .remote(spec.config, spec.lora, spec.job_id, spec.log_path, **self._storage())
             )
         if parts.worker is None:
+            engine = {"engine": parts.engine} if parts.engine is not None else {}
             parts.worker = (
                 ray.remote(worker_class)
                 .options(
@@ -166,7 +192,7 @@ class RayLauncher:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(parts.group, placement_group_bundle_index=0),
                     runtime_env=_worker_env(spec.job_id, node, demand),
                 )
-                .remote(spec.config, spec.lora, spec.checkpoint_root, spec.job_id, spec.log_path, **self._storage())
+                .remote(spec.config, spec.lora, spec.checkpoint_root, spec.job_id, spec.log_path, **self._storage(), **engine)
             )
         if parts.front is None:
             parts.front = (
@@ -189,7 +215,16 @@ class RayLauncher:
     async def _start(self, spec: ServerSpec, parts: _Parts) -> Launched:
         """Every step of it finds out that it was done before, so that it goes on where an earlier start was cut off."""
         assert parts.group is not None
-        await self._granted(parts.group, spec.demand)
+        await self._granted(parts.group, *(spec.demand, *(() if spec.rollout is None else (spec.rollout.demand,))))
+
+        async def engine_up() -> None:
+            if parts.engine is not None:
+                parts.pids["engine"] = int((await parts.engine.describe.remote())["pid"])
+                try:
+                    parts.engine_gpus = await self._gpus_of(parts.engine)
+                except (TimeoutError, RayTaskError) as error:  # their memory is not waited for then
+                    logger.warning("event=gpus_unknown server=%s error=%s", spec.server_id, type(error).__name__)
+                await parts.engine.start.remote(self._settings.start_timeout_s)
 
         async def worker_up() -> dict[str, Any]:
             parts.pids["worker"] = int((await parts.worker.describe.remote())["pid"])
@@ -207,6 +242,7 @@ class RayLauncher:
 
         try:
             async with asyncio.TaskGroup() as both:
+                both.create_task(engine_up())
                 worker, front = both.create_task(worker_up()), both.create_task(front_up())
         except* RayError as errors:
             raise errors.exceptions[0] from errors
@@ -219,13 +255,13 @@ class RayLauncher:
             "checkpoint": spec.start_from or None,
         }
         await parts.front.create_policy.remote(spec.policy_id, policy, self._settings.start_timeout_s)
-        return Launched(front.result(), parts.pids["worker"], parts.pids["front"])
+        return Launched(front.result(), parts.pids["worker"], parts.pids["front"], parts.engine_gpus)
 
-    async def _granted(self, group: PlacementGroup, demand: Demand) -> None:
+    async def _granted(self, group: PlacementGroup, *demands: Demand) -> None:
         patience_s = self._settings.placement_timeout_s
         if not await asyncio.to_thread(group.wait, patience_s):
             raise NotPlacedError(
-                f"Ray did not grant {demand} within {patience_s:g} s",
+                f"Ray did not grant {' and '.join(map(str, demands))} within {patience_s:g} s",
                 hint="does something else use this node?",
             )
 
@@ -234,8 +270,11 @@ class RayLauncher:
         return () if parts is None or parts.gpus is None else parts.gpus
 
     async def _learn_gpus(self, parts: _Parts) -> None:
+        parts.gpus = await self._gpus_of(parts.worker)
+
+    async def _gpus_of(self, actor: Any) -> tuple[int, ...]:
         async with asyncio.timeout(self._settings.unresponsive_s):
-            parts.gpus = tuple(await parts.worker.__ray_call__.remote(own_gpu_indexes))
+            return tuple(await actor.__ray_call__.remote(own_gpu_indexes))
 
     async def probe(self, server_id: str) -> Probe:
         parts = await self._known(server_id)
@@ -247,8 +286,9 @@ class RayLauncher:
         front, answer = await self._ask(parts, "front", parts.front.health)
         # The worker is asked after the front: whatever the front saw of its death, this sees too, and it is the cause.
         worker, _ = await self._ask(parts, "worker", parts.worker.describe)
-        if worker or front:
-            return Probe(worker or front)
+        engine, _ = ("", {}) if parts.engine is None else await self._ask(parts, "engine", parts.engine.describe)
+        if fault := engine or worker or front:
+            return Probe(fault)
         if parts.gpus is None:  # a server of an earlier life of the scheduler
             try:
                 await self._learn_gpus(parts)
@@ -302,9 +342,9 @@ class RayLauncher:
     async def stop_driver(self, server_id: str) -> None:
         await self._drivers.stop(server_id)
 
-    async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
+    async def stop_server(self, server_id: str, job_ids: list[str], where: Sequence[Allocation], *, graceful: bool) -> str:
         parts = await self._known(server_id)
-        for which, actor in (("front", parts.front), ("worker", parts.worker)):
+        for which, actor in (("front", parts.front), ("worker", parts.worker), ("engine", parts.engine)):
             if actor is None:
                 continue
             if graceful:
@@ -314,11 +354,14 @@ class RayLauncher:
             await kill_actor(actor, on_its_way=which not in parts.pids, arrival_timeout_s=self._settings.arrival_timeout_s)
         if parts.group is not None:
             remove_placement_group(parts.group)
-        whole = () if where.demand.shares_gpu else parts.gpus or where.gpus
-        left = await self._clear(where.node_id, job_ids, whole)
+        known = (parts.gpus or where[0].gpus, *(parts.engine_gpus or each.gpus for each in where[1:]))
+        whole: dict[str, tuple[int, ...]] = {}
+        for each, gpus in zip(where, known, strict=True):
+            whole[each.node_id] = whole.get(each.node_id, ()) + (() if each.demand.shares_gpu else gpus)
+        left = [text for node_id, gpus in whole.items() if (text := await self._clear(node_id, job_ids, gpus))]
         if not left:
             self._parts.pop(server_id, None)
-        return left
+        return "; ".join(left)
 
     async def _ask_to_flush(self, worker: Any) -> None:
         """The driver is gone, and its last files are only on the worker's node."""

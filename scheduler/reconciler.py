@@ -142,7 +142,7 @@ class Reconciler:
 
     def _obey(self, decision: Decision) -> None:
         match decision:
-            case Start(job_id, (where,)):  # one bundle: other layouts are refused at submit
+            case Start(job_id, where):
                 self.moves.start(known_job(self._store, job_id), where)
             case Wait(job_id, waiting_for):
                 self._waits[job_id] = waiting_for

@@ -31,11 +31,15 @@ class Job:
     idempotency_key: str | None = None
     code_sha256: str | None = None
     """Of the user's code, unpacked in run_dir/code."""
+    rollout_gpus: float = 0
+    """Of `gpus`, those of a rollout engine that is split from its trainer."""
+    rollout_cpu_slots: int = 0
 
 
 @dataclass(frozen=True)
 class Server:
-    """One base model on one node, and what it occupies there until it is STOPPED."""
+    """One base model on one node, or on two if its rollout engine is split from its trainer, and what it occupies there until
+    it is STOPPED."""
 
     id: str
     state: ServerState
@@ -48,6 +52,11 @@ class Server:
     front_pid: int | None = None
     gpu_indexes: tuple[int, ...] = ()
     """Of the GPUs that it was given; empty before it is READY."""
+    rollout_gpus: float = 0
+    """Of `gpus`, those of an engine that is split from the trainer, which are on `rollout_node_id`."""
+    rollout_cpu_slots: int = 0
+    rollout_node_id: str = ""
+    rollout_gpu_indexes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,8 @@ class LiveJob:
     cpu_slots: int
     created_at: float
     lease_expires_at: float | None
+    rollout_gpus: float
+    rollout_cpu_slots: int
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,8 @@ jobs = Table(
     Column("lease_expires_at", Float),
     Column("idempotency_key", String(200)),
     Column("code_sha256", String(64)),
+    Column("rollout_gpus", Amount, nullable=False, server_default="0"),
+    Column("rollout_cpu_slots", Integer, nullable=False, server_default="0"),
     UniqueConstraint("owner", "idempotency_key"),
 )
 servers = Table(
@@ -102,6 +104,10 @@ servers = Table(
     Column("worker_pid", Integer),
     Column("front_pid", Integer),
     Column("gpu_indexes", Indexes, nullable=False, server_default=""),
+    Column("rollout_gpus", Amount, nullable=False, server_default="0"),
+    Column("rollout_cpu_slots", Integer, nullable=False, server_default="0"),
+    Column("rollout_node_id", String(128), nullable=False, server_default=""),
+    Column("rollout_gpu_indexes", Indexes, nullable=False, server_default=""),
 )
 policies = Table(
     "policies",

@@ -15,10 +15,11 @@ from opentinker.scheduler.driver import SERVER_LOG_NAME
 from opentinker.scheduler.hosting import known_job
 from opentinker.scheduler.journal import Journal
 from opentinker.scheduler.launcher import Launcher, NotPlacedError, ServerSpec
+from opentinker.scheduler.layouts import bundles, held_by
 from opentinker.scheduler.metrics import SchedulerMetrics
 from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.named_tasks import NamedTasks
-from opentinker.scheduler.placement import Allocation, Demand, server_config
+from opentinker.scheduler.placement import server_config
 from opentinker.scheduler.plan import FaultKind, ServerView
 from opentinker.scheduler.records import Job, Policy, Server
 from opentinker.scheduler.run_copies import RunCopies
@@ -62,7 +63,7 @@ class ServerCare:
             ServerView(
                 server.id,
                 server.state,
-                (Allocation(server.node_id, Demand(server.gpus, server.cpu_slots), self._launcher.gpus_of(server.id)),),
+                held_by(server, self._launcher.gpus_of(server.id)),
                 tuple(policy.job_id for policy in policies),
                 *self._faults.get(server.id, ("", FaultKind.LOST)),
                 self._idle.get(server.id, 0.0),
@@ -101,6 +102,7 @@ class ServerCare:
                 worker_pid=launched.worker_pid,
                 front_pid=launched.front_pid,
                 gpu_indexes=self._launcher.gpus_of(server.id),
+                rollout_gpu_indexes=launched.engine_gpus,
             )
         )
         self._journal.wake()
@@ -135,8 +137,7 @@ class ServerCare:
         await self._tasks.cancel([f"server:{server_id}", *of_jobs])
         await self._launcher.stop_driver(server_id)
         graceful = bool(server.endpoint) and server_id not in self._faults  # also where an earlier life began to stop it
-        where = Allocation(server.node_id, Demand(server.gpus, server.cpu_slots), server.gpu_indexes)
-        left = await self._launcher.stop_server(server_id, job_ids, where, graceful=graceful)
+        left = await self._launcher.stop_server(server_id, job_ids, held_by(server), graceful=graceful)
         if left:
             self._tell_left(server, job_ids, left)
             return ()
@@ -160,7 +161,9 @@ class ServerCare:
         self._left[server.id] = left
 
     def _spec(self, server: Server, policy: Policy, job: Job) -> ServerSpec:
-        config, demand = parse_job(job.config), Demand(server.gpus, server.cpu_slots)
+        config = parse_job(job.config)
+        demand, *_ = bundles(server)
+        *_, engines = held_by(server)
         return ServerSpec(
             server_id=server.id,
             job_id=job.id,
@@ -168,7 +171,7 @@ class ServerCare:
             token=self._token_of(policy.id),
             node_id=server.node_id,
             demand=demand,
-            config=server_config(config.server(), demand).model_dump(mode="json")
+            config=server_config(config.server(), engines.demand).model_dump(mode="json")
             | {"base_model": self._models.location(config.base_model)},
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.policy_seed,
@@ -177,6 +180,7 @@ class ServerCare:
             start_from=self._start_folder(config.start_from),
             head=config.policy_head,
             critic=None if config.policy_critic is None else config.policy_critic.model_dump(mode="json"),
+            rollout=engines if server.rollout_node_id else None,
         )
 
     def _start_folder(self, start_from: str) -> str:

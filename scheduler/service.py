@@ -26,9 +26,10 @@ from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.gpu_use import GpuUseReader
 from opentinker.scheduler.hosting import policy_of, released
 from opentinker.scheduler.launcher import Launcher
+from opentinker.scheduler.layouts import held_by
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
 from opentinker.scheduler.model_registry import ModelRegistry
-from opentinker.scheduler.placement import Allocation, Demand, free_on
+from opentinker.scheduler.placement import free_on
 from opentinker.scheduler.reconciler import Reconciler
 from opentinker.scheduler.records import Job, Policy, Server
 from opentinker.scheduler.run_files import LogSource, log_path, parse_rows, read_lines
@@ -302,7 +303,7 @@ class SchedulerService:
         """The scheduler's figures for Prometheus."""
         nodes = await self._launcher.nodes()
         use = await self._gpu_use.read(nodes)
-        held = [Allocation(s.node_id, Demand(s.gpus, s.cpu_slots)) for s, _ in self._store.open_servers()]
+        held = [allocation for server, _ in self._store.open_servers() for allocation in held_by(server)]
         return self._reconciler.metrics.exposition(self._store.counts(), nodes, free_on(nodes, held), use)
 
     async def server_of(self, job_id: str, owner: str | None, token: str | None, address: str = "") -> dict[str, str]:

@@ -136,6 +136,8 @@ class Settings(Config):
     """Address that the servers' fronts bind; 'auto' is loopback for a cluster on one machine, else the front's node's own."""
     worker_class: str = "opentinker.server.actors:WorkerProcess"
     front_class: str = "opentinker.server.actors:FrontProcess"
+    engine_class: str = "opentinker.server.engine_process:EngineProcess"
+    """The engine of a job in the layout `split`; otherwise it is a part of the worker."""
     drivers: dict[str, str] = Field(
         default_factory=lambda: {
             "rl": "opentinker.training.run:run_rl_job",

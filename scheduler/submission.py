@@ -20,9 +20,9 @@ from opentinker.scheduler.checkpoint_views import resolve_start, start_source
 from opentinker.scheduler.gpu_use import GpuUseReader
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
+from opentinker.scheduler.layouts import request_of, total
 from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.packages import requirements_of
-from opentinker.scheduler.placement import demand_of
 from opentinker.scheduler.quotas import check_quota
 from opentinker.scheduler.reconciler import Reconciler
 from opentinker.scheduler.records import Event, Job
@@ -114,8 +114,9 @@ class Submissions:
             start = await asked, source
             resolved["start_from"] = str(start[0])
         nodes = await self._launcher.nodes()
-        demand = demand_of(parsed.resources, nodes, self._reconciler.node_types)
-        await asyncio.to_thread(self._models.check_memory, parsed, demand, await self._gpu_use.read(nodes))
+        request = request_of(parsed, nodes, self._reconciler.node_types)
+        demand = total(request)
+        await asyncio.to_thread(self._models.check_memory, parsed, request[0], await self._gpu_use.read(nodes))
         self._vault.check(owner, secrets_named(parsed).values())
         check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
         job_id = f"job-{secrets.token_hex(5)}"
@@ -147,6 +148,8 @@ class Submissions:
             lease_expires_at=now + self._settings.lease_s if parsed.leased else None,
             idempotency_key=idempotency_key,
             code_sha256=code["sha256"].lower() if code else None,
+            rollout_gpus=total(request[1:]).gpus,
+            rollout_cpu_slots=total(request[1:]).cpu_slots,
         )
         try:
             accepted = self._store.accept(job, Event(job_id, now, "submitted"))

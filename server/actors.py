@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,11 @@ class WorkerProcess:
         job_id: str,
         log_path: str,
         storage: Mapping[str, str] | None = None,
+        engine: Any = None,
     ) -> None:
         """`config` holds the fields of `ServerConfig`; `lora` those of `LoraConfig` if the policy will be an adapter. What this
-        process prints and logs is appended to `log_path`. `storage`, {"url", "root"}, is where the job's files are copied."""
+        process prints and logs is appended to `log_path`. `storage`, {"url", "root"}, is where the job's files are copied.
+        `engine` is the Ray handle of an `EngineProcess`, if the engine is split from the trainer."""
         own_process_group()
         self._no_log = bring_log(storage, Path(log_path))
         write_to(Path(log_path), job=job_id, process="worker")
@@ -52,6 +55,7 @@ class WorkerProcess:
         self._checkpoint_root = Path(checkpoint_root)
         self._run_dir = Path(log_path).parent
         self._storage_at = storage
+        self._engine = engine
         self._mirror: Mirror | None = None
         self._loaded = threading.Event()
         self._starting = threading.Lock()
@@ -81,8 +85,11 @@ class WorkerProcess:
         if storage is not None:
             self._follow(storage)
         model_dir = resolve_model(self._config.base_model)
+        connect = (
+            None if self._engine is None else partial(_connected, self._engine, timeout_s, self._config.engine.bucket_mib << 20)
+        )
         self._worker = Worker(
-            lambda: replace(load_parts(model_dir, self._config, self._lora, self._checkpoint_root), storage=storage)
+            lambda: replace(load_parts(model_dir, self._config, self._lora, self._checkpoint_root, connect), storage=storage)
         )
         parts = self._worker.start(timeout_s)
         self._loaded.set()
@@ -123,6 +130,15 @@ class WorkerProcess:
         finally:
             if self._mirror is not None:
                 self._mirror.close()
+
+
+def _connected(handle: Any, timeout_s: float, bucket_bytes: int, images: Any) -> Any:
+    """The engine in the actor, when it has loaded."""
+    from opentinker.server.engine.links import RayLink
+    from opentinker.server.engine.remote import RemoteEngine
+
+    link = RayLink(handle)
+    return RemoteEngine(link, link.start(timeout_s), images=images, bucket_bytes=bucket_bytes)
 
 
 class FrontProcess:

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from opentinker.errors import CheckpointError, InvalidRequestError, OpenTinkerEr
 from opentinker.server.engine.base import AdapterId
 from opentinker.server.images import resolved
 from opentinker.server.keeping import DRIVER, check_keep_last, driver_json, prune, read_driver, tags
+from opentinker.server.overlap import SWITCHING
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import Hosted, State
 from opentinker.server.sync import first_measure, publish, push, restore, serve
@@ -47,7 +49,8 @@ def execute(state: State, work: CommandWork) -> dict[str, Any]:
     """
     if work.command not in ("create", "delete"):
         _ = state.parts.trainer  # raises where there is none
-    return _COMMANDS[work.command](state, work.policy, work.args)
+    with state.turn() if work.command in SWITCHING else nullcontext():
+        return _COMMANDS[work.command](state, work.policy, work.args)
 
 
 def _create(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -139,21 +142,27 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
     if will_publish:
         state.check_samples(policy)
     reports: list[dict[str, Any]] = []
-    for minibatch in minibatches:
-        try:
-            part = [data[i] for i in minibatch.indices]
-            report: dict[str, Any] = {}
-            if critic is not None:  # first, so that no failure of it leaves the policy ahead
-                step = _trained(trainer, policy, part, critic.loss, minibatch.factor, critic.optimizer, critic=True)
-                report["critic"] = step
-            if critic is None or not critic.alone:
-                report |= _trained(trainer, policy, part, loss, minibatch.factor, optimizer)
-            reports.append(report)
-        except OpenTinkerError as error:
-            if len(minibatches) > 1:
-                error.detail = f"minibatch {len(reports)} of {len(minibatches)}: {error.detail}; those before it were applied"
-            raise
-    published = publish(state, policy, "drain") if will_publish else None
+    sleeper = state.parts.sleeper
+    with nullcontext() if sleeper is None else sleeper.asleep():
+        for minibatch in minibatches:
+            try:
+                part = [data[i] for i in minibatch.indices]
+                report: dict[str, Any] = {}
+                if critic is not None:  # first, so that no failure of it leaves the policy ahead
+                    step = _trained(trainer, policy, part, critic.loss, minibatch.factor, critic.optimizer, critic=True)
+                    report["critic"] = step
+                if critic is None or not critic.alone:
+                    report |= _trained(trainer, policy, part, loss, minibatch.factor, optimizer)
+                reports.append(report)
+            except OpenTinkerError as error:
+                if len(minibatches) > 1:
+                    done = f"minibatch {len(reports)} of {len(minibatches)}"
+                    error.detail = f"{done}: {error.detail}; those before it were applied"
+                raise
+    published = None
+    if will_publish:
+        with state.turn():
+            published = publish(state, policy, "drain")
     return {"minibatches": reports, "version": hosted.version, "publish": published}
 
 
@@ -284,8 +293,16 @@ def _list(value: Any, what: str) -> Sequence[Any]:
 
 
 def _data(state: State, args: dict[str, Any]) -> list[Datum]:
-    data = [Datum.from_wire(body) for body in _list(args.get("data"), "data")]
+    data = [_datum(index, body) for index, body in enumerate(_list(args.get("data"), "data"))]
     return [replace(datum, chunks=resolved(state.parts.images, datum.chunks)) for datum in data]
+
+
+def _datum(index: int, body: Any) -> Datum:
+    try:
+        return Datum.from_wire(body)
+    except InvalidRequestError as error:
+        error.detail = f"datum {index}: {error.detail}"
+        raise
 
 
 def _compute(value: Any) -> tuple[TokenScore, ...]:

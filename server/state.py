@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from opentinker.client.messages import Chunk, FloatArray
 from opentinker.errors import ConflictError, DeadlineError, NotFoundError, OpenTinkerError, VersionNotServedError
 from opentinker.server.engine.base import AdapterId, RolloutEngine
+from opentinker.server.engine.remote import RemoteEngine
+from opentinker.server.engine.sleeping import Sleeper
 from opentinker.server.images import ImageStore, resolved
 from opentinker.server.protocol import SampleWork
 from opentinker.server.trainer.base import Trainer
@@ -39,6 +42,14 @@ class Parts:
     """LoRA policies that there is room for where adapters are served."""
     kept_versions: int = 1
     """Versions of a policy that the engine keeps where adapters are served."""
+
+    sleeper: Sleeper | None = None
+    """Has the engine give its memory to the trainer while that computes."""
+
+    @property
+    def apart(self) -> RemoteEngine | None:
+        """The engine, if it has a process of its own."""
+        return self.engine if isinstance(self.engine, RemoteEngine) else None
 
     @property
     def trainer(self) -> Trainer:
@@ -80,7 +91,7 @@ class Running:
 
 @dataclass
 class State:
-    """The parts and the policies. Used from the compute thread only."""
+    """The parts and the policies. Used from the compute thread only, or by whoever has the turn."""
 
     parts: Parts
     pump: Callable[[], int]
@@ -94,6 +105,9 @@ class State:
     """The first policy of this server: the job's own."""
     stale: bool = False
     """The engine's base weights are those of a policy that is gone."""
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    """To be held by a command while it uses the engine or changes versions. Beside an engine in another process, others sample
+    as long as it is not held."""
 
     def hosted(self, policy: str) -> Hosted:
         """The policy.
@@ -152,6 +166,11 @@ class State:
                 f"this server has room for {room} {'policy' if room == 1 else 'policies'}, and has {known}",
                 hint=f"engine.max_adapters={len(self.policies) + 1} in the job's config makes room; or delete one",
             )
+
+    def has_version(self, work: SampleWork) -> bool:
+        """Whether a sample could be had from the version that it names; true if it names none."""
+        hosted = self.policies.get(work.policy)
+        return work.request.version is None or (hosted is not None and work.request.version in hosted.kept)
 
     def version_of(self, policy: str, asked: int | None) -> int:
         """The version that the policy's samples come from; `asked` None stands for the latest.

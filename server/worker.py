@@ -1,4 +1,5 @@
-"""The worker: one compute thread that owns the engine and the trainer, behind a thread-safe inbox and outbox."""
+"""The worker: one compute thread that owns the engine and the trainer, behind a thread-safe inbox and outbox. Where the engine
+has a process of its own, a second thread samples while the first computes."""
 
 import asyncio
 import dataclasses
@@ -7,23 +8,30 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from opentinker.client.messages import ImageChunk, IntArray, SampleResult
 from opentinker.errors import DeadlineError, EngineError, ImageMissingError, OpenTinkerError, ServerLostError, TrainerError
+from opentinker.server.engine.base import SampleRefused
+from opentinker.server.engine.remote import RemoteEngine
 from opentinker.server.execute import execute
 from opentinker.server.images import ImageStore, takes_none
 from opentinker.server.memory import release_free_memory
+from opentinker.server.overlap import SampleGate
 from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
 from opentinker.server.state import Parts, Running, State
 
 log = logging.getLogger(__name__)
+PUMP_S = 1.0
+"""Longest wait for an engine in another process before its running requests are looked at again."""
 
 
 class Worker:
-    """Runs commands in the order of arrival; between them, samples. All methods may be called from any thread.
+    """Runs commands in the order of arrival; between them, samples, or beside them, where the engine is elsewhere. All methods
+    may be called from any thread.
 
     `build` makes the engine and the trainer; it runs in the compute thread, because both keep per-thread state.
     """
@@ -42,6 +50,12 @@ class Worker:
         self._images: ImageStore | None = None
         self._pinned: dict[str, tuple[str, ...]] = {}
         """The images that each operation needs until it ends."""
+        self._gate: SampleGate | None = None
+        """What is in the inbox, where the engine is elsewhere."""
+        self._engines_turn = threading.Lock()
+        """Held by the thread that uses an engine that is elsewhere, the running requests or the versions of policies."""
+        self._claimed = False
+        """The thread that runs commands wants that turn."""
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     def start(self, timeout_s: float) -> Parts:
@@ -73,7 +87,13 @@ class Worker:
                     self._outbox.append(Completion(item.operation, problem=error.to_problem()))
                 else:
                     self._inbox.append(item)
+            self._fill_gate()
             self._changed.notify_all()
+
+    def _fill_gate(self) -> None:
+        if self._gate is not None:
+            while self._inbox:
+                self._gate.put(self._inbox.popleft())
 
     def upload(self, images: Sequence[bytes]) -> dict[str, IntArray]:
         """Keep images for work that will name them; each one's tokens by its hash. Computes in the caller's thread.
@@ -104,7 +124,7 @@ class Worker:
             ServerLostError: the worker has stopped.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._outbox or self._ended, timeout_s)
+            self._changed.wait_for(lambda: self._outbox or self._ended or self._error is not None, timeout_s)
             if not self._outbox:
                 self._check()
             completions, self._outbox = self._outbox, []
@@ -125,6 +145,8 @@ class Worker:
             raise DeadlineError(f"the compute thread did not end within {timeout_s:.0f} s")
 
     def _check(self) -> None:
+        if isinstance(self._error, ServerLostError):
+            raise self._error
         if self._error is not None:
             raise ServerLostError(f"the server's worker failed: {self._error!r}")
         if self._stopping:
@@ -142,18 +164,27 @@ class Worker:
             return
         self._images = parts.images
         self._state = State(parts, pump=self._step, fail=self._fail_running, running=self._running)
+        gate = None if parts.apart is None else SampleGate()
+        if gate is not None:
+            self._state.pump, self._state.turn, self._gate = self._await_step, self._turn, gate
         self._ready.set()
         try:
+            if parts.apart is not None and gate is not None:
+                self._run_beside(parts.apart, gate)
             while not self._stopping:
                 self._advance()
         except BaseException as error:
             log.exception("compute thread failed")
             self._error = error
         finally:
-            parts.engine.close()
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+            try:
+                if parts.training is not None:
+                    parts.training.close()
+                parts.engine.close()
+            finally:
+                with self._changed:
+                    self._ended = True
+                    self._changed.notify_all()
 
     def _advance(self) -> None:
         """Wait for something to do, and do one thing."""
@@ -169,6 +200,85 @@ class Worker:
         elif not self._stopping:
             self._step()
 
+    def _run_beside(self, engine: RemoteEngine, gate: SampleGate) -> None:
+        """Run commands, and let another thread sample meanwhile. Only where the two meet, as in a publish, one waits."""
+        with self._changed:
+            self._fill_gate()
+        sampling = threading.Thread(target=self._sample_beside, args=(engine, gate), name="sampling", daemon=True)
+        engine.on_answer = self._notify
+        sampling.start()
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: gate.has_commands or self._stopping)
+                    if self._stopping:
+                        return
+                    work = gate.next_command()
+                assert work is not None
+                self._execute(work)
+                with self._changed:
+                    gate.done()
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._stopping = True
+                self._changed.notify_all()
+            sampling.join()
+
+    def _sample_beside(self, engine: RemoteEngine, gate: SampleGate) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: (
+                            self._stopping
+                            or (not self._claimed and (engine.needs_step or gate.has_startable(self._state.has_version)))
+                        )
+                    )
+                    if self._stopping:
+                        return
+                with self._engines_turn:
+                    self._start_samples(gate)
+                    self._step()
+        except BaseException as error:
+            log.exception("sampling failed")
+            with self._changed:
+                self._error = self._error or error
+                self._stopping = True
+                self._changed.notify_all()
+
+    def _start_samples(self, gate: SampleGate, *, before_running: bool = False) -> None:
+        with self._changed:
+            ready = gate.startable(self._state.has_version, before_running=before_running)
+        for work in ready:
+            self._add(work)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The running command has the engine and the versions to itself; samples that were before it are started."""
+        assert self._gate is not None
+        with self._changed:
+            self._claimed = True
+        try:
+            with self._engines_turn:
+                self._start_samples(self._gate, before_running=True)
+                yield
+        finally:
+            with self._changed:
+                self._claimed = False
+                self._changed.notify_all()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _await_step(self) -> int:
+        """A step of an engine that is elsewhere, for who has nothing to do but wait for it."""
+        assert self._state.parts.apart is not None
+        self._state.parts.apart.flush()
+        self._state.parts.apart.wait(PUMP_S)
+        return self._step()
+
     def _add(self, work: SampleWork) -> None:
         try:
             self._state.start(work)
@@ -181,24 +291,33 @@ class Worker:
         except Exception as error:
             kind = EngineError if work.command == "publish" else TrainerError
             self._fail([work.operation], _explained(error, kind, f"{work.command} failed"))
+            if isinstance(error, ServerLostError):
+                raise  # nothing can be done here any more; the scheduler starts another server, or fails the job
         else:
             self._complete([Completion(work.operation, result)])
         release_free_memory()
         hosted = self._state.policies.get(work.policy)
         if hosted is not None and hosted.fault is not None:
-            self._drop_running(hosted.fault, work.policy)
+            with self._state.turn():
+                self._drop_running(hosted.fault, work.policy)
 
     def _step(self) -> int:
         """One step of the engine; how many requests ended with it."""
         try:
-            results = self._state.parts.engine.step()
+            answers = self._state.parts.engine.step()
+        except ServerLostError:
+            raise  # there is no engine any more
         except Exception as error:
             ended = len(self._running)
             self._drop_running(_explained(error, EngineError, "the engine failed"))
             return ended
         # One that has failed meanwhile has its answer.
-        self._complete([Completion(r.request_id, self._answer(r)) for r in results if r.request_id in self._running])
-        return len(results)
+        known = [answer for answer in answers if answer.request_id in self._running]
+        for refused in known:
+            if isinstance(refused, SampleRefused):
+                self._fail_running(refused.request_id, refused.error)
+        self._complete([Completion(r.request_id, self._answer(r)) for r in known if isinstance(r, SampleResult)])
+        return len(answers)
 
     def _answer(self, result: SampleResult) -> dict[str, Any]:
         work = self._running.pop(result.request_id).work

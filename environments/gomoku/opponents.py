@@ -82,7 +82,7 @@ def check_opponent(kind: str, noise: float) -> None:
     """
     if kind == "policy":
         raise ConfigError(
-            "gomoku cannot yet be played against another policy: that needs multi-agent training",
+            "gomoku has one seat for a policy; two play gomoku_duel in a multi-agent job",
             hint=f"opponent is one of {', '.join(OPPONENTS)}",
         )
     if kind not in OPPONENTS:

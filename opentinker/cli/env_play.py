@@ -15,7 +15,7 @@ from rich.text import Text
 from opentinker.cli.common import out, signals_as_interrupt
 from opentinker.cli.env_arguments import ArgsOption, EnvironmentArgument, constructor_arguments, environment_name
 from opentinker.env.environment import Message, StepResult
-from opentinker.env.load import load_environment
+from opentinker.env.load import load_for_one
 from opentinker.env.play import Game, read_actions, saved_image
 from opentinker.errors import ConfigError
 
@@ -47,7 +47,7 @@ def play(
     ] = None,
 ) -> None:
     """Play an episode: see what a policy would see, and what your answers earn."""
-    environment = load_environment(environment_name(name))
+    environment = load_for_one(environment_name(name))
     arguments = constructor_arguments(args)
     answers = _typed() if actions is None else iter(_script(actions))
     screen = _Screen(images)

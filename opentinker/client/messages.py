@@ -17,6 +17,7 @@ from opentinker.errors import InvalidRequestError
 M = TypeVar("M", bound=BaseModel)
 StopString = Annotated[str, Field(min_length=1)]
 """Every text holds the empty string, so that one would end an answer before it begins."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
@@ -183,7 +184,9 @@ class Datum:
         targets = _tokens(body.get("targets"), "targets")
         length = sum(len(c.tokens) for c in chunks)
         if len(targets) != length:
-            raise InvalidRequestError(f"a datum has {length} tokens but {len(targets)} targets")
+            raise InvalidRequestError(
+                f"a datum has {length} tokens but {len(targets)} targets", hint="target t is the token that follows token t"
+            )
         arrays = {}
         for name, value in body.items():
             if name in ("chunks", "targets"):
@@ -195,9 +198,14 @@ class Datum:
             except (ValueError, TypeError) as error:
                 raise InvalidRequestError(f"{name} must be a list of numbers: {error}") from error
             if array.shape != (length,):
-                raise InvalidRequestError(f"{name} has shape {array.shape}, the datum has {length} tokens")
+                raise InvalidRequestError(
+                    f"{name} has shape {array.shape}, the datum has {length} tokens", hint="one number for each target"
+                )
             if not np.isfinite(array).all():
-                raise InvalidRequestError(f"{name} holds NaN or infinity; nothing was trained")
+                raise InvalidRequestError(
+                    f"{name} holds NaN or infinity; nothing was trained",
+                    hint="look for what made it, such as a reward that is no number, or leave the datum out",
+                )
             arrays[name] = array
         if "weights" not in arrays:
             raise InvalidRequestError("a datum needs 'weights': 1 where the target is in the loss, 0 elsewhere")
@@ -220,7 +228,7 @@ class SamplingParams(WireModel):
     """How tokens are drawn. The logprobs of a sample are those of the distribution these parameters define."""
 
     max_tokens: Annotated[int, Field(ge=1)] = 256
-    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    temperature: Annotated[Finite, Field(ge=0.0)] = 1.0
     """0 is greedy; its logprobs are those at temperature 1."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
@@ -340,15 +348,15 @@ class SampleResult:
 class AdamParams(WireModel):
     """AdamW for one step (Loshchilov & Hutter, 2019, Algorithm 2)."""
 
-    learning_rate: Annotated[float, Field(ge=0.0)] = 1e-5
+    learning_rate: Annotated[Finite, Field(ge=0.0)] = 1e-5
     """0 leaves every weight as it is, bit for bit."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """Decay of the first moment."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
     """Decay of the second moment."""
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    eps: Annotated[Finite, Field(gt=0.0)] = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    weight_decay: Annotated[Finite, Field(ge=0.0)] = 0.0
     """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = 1.0
     """Gradients are scaled down to this L2 norm; None = never."""
@@ -383,7 +391,7 @@ class LossConfig(WireModel):
     name: Literal["cross_entropy", "importance_sampling", "ppo", "gspo", "cispo", "value", "dpo", "ipo", "bradley_terry"]
     clip_low: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     clip_high: Annotated[float, Field(gt=0.0)] = 0.2
-    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    temperature: Annotated[Finite, Field(gt=0.0)] = 1.0
     """Logits are divided by it, so that logprobs are those of the sampling distribution."""
     anchor: Literal["behaviour", "proximal", "current"] = "behaviour"
     """Whose logprobs the ratio is against: the engine's that sampled (`behaviour_logprobs`), the trainer's before the update
@@ -393,13 +401,13 @@ class LossConfig(WireModel):
     importance sampling; Yao et al., 2025). Not with anchor 'behaviour'."""
     mask_sequences: tuple[float, float] | None = None
     """Leave out sequences whose mean of (anchor - behaviour) is outside [log low, log high]. Not with anchor 'behaviour'."""
-    kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    kl_coefficient: Annotated[Finite, Field(ge=0.0)] = 0.0
     """Adds this times an estimate of KL(policy || reference); needs `reference_logprobs`."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of Schulman (2020): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = logprob - reference_logprob."""
-    entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    entropy_coefficient: Annotated[Finite, Field(ge=0.0)] = 0.0
     """Subtracts this times the entropy of the policy's distribution at each token."""
-    beta: Annotated[float, Field(gt=0.0)] = 0.1
+    beta: Annotated[Finite, Field(gt=0.0)] = 0.1
     """Of `dpo` and `ipo`: how strongly the policy is held to its reference."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """Of `dpo`: the share of pairs that are taken to be labelled the wrong way round (conservative DPO; Mitchell, 2023)."""

@@ -227,8 +227,9 @@ class CriticConfig(Config):
     alpha: Annotated[float, Field(gt=0.0)] = 32.0
     """The adapter's update is scaled by alpha / rank."""
     learning_rate: Coefficient = 1e-4
-    """Of its own AdamW, at every step: `training`'s warm-up and decay are the policy's. All else is as in
-    `training.optimizer`."""
+    """Of its own AdamW: `training`'s warm-up and decay are the policy's. All else is as in `training.optimizer`."""
+    decay: Literal["none", "linear"] = "none"
+    """'linear' takes the critic's learning rate down to 0 over the job's steps."""
     value_clip: Annotated[float, Field(gt=0.0)] | None = 0.2
     """A value that has moved further than this since the batch was sampled gets no gradient that takes it further away; None =
     no clip. In units of reward."""

@@ -68,12 +68,12 @@ def _fields_at(model: type[BaseModel], path: tuple[Any, ...]) -> set[str]:
 
 
 def _paths_to(model: type[BaseModel], name: str, prefix: str = "") -> list[str]:
-    """Every dotted path in `model` that ends in the key `name`, the shortest first."""
+    """Every dotted path in `model` that ends in the key `name`, the shortest first; none below a name of the user's choice."""
     found = []
     for field, info in model.model_fields.items():
         if field == name:
             found.append(prefix + field)
-        for child in models_of(info.annotation):
+        for child in models_of(info.annotation) if get_origin(info.annotation) is not dict else ():
             found += _paths_to(child, name, f"{prefix}{field}.")
     return sorted(dict.fromkeys(found), key=lambda path: path.count("."))
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from opentinker.client.messages import AdamParams, StopString
+from opentinker.config.agents import TurnsConfig
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.preference import (
@@ -51,7 +52,8 @@ class EngineConfig(Config):
     cache_gib: Annotated[float, Field(gt=0.0)] = 0.5
     """Key/value cache on CPU, in GiB. On CUDA `memory_fraction` rules instead."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.45
-    """CUDA only: the engine's share of the GPU; the trainer lives in the rest. 0.9 by default in a job of kind `inference`."""
+    """CUDA only: the engine's share of the GPU; the trainer lives in the rest. 0.9 by default in a job of kind `inference`, and
+    in the layout `split`."""
     enforce_eager: bool = True
     """False compiles the model: about a minute at the start for faster decoding."""
     deterministic: bool = False
@@ -65,12 +67,29 @@ class EngineConfig(Config):
     side, so the job needs `lora`; vLLM reserves memory for each."""
     kept_versions: Annotated[int, Field(ge=1, le=64)] = 2
     """Where adapters are served: how many versions of a policy, the newest, can be sampled from. Otherwise it is one."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Devices of one node that share the model, layer by layer, for models that are too large or too slow on one; vLLM only. It
+    divides the attention heads. In a job that trains it needs `resources.layout=split`."""
+    bucket_mib: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Weights reach an engine in another process in buckets of this size, of which two are on their way at a time."""
+    sleep: Literal["auto", "off"] = "off"
+    """'auto': on CUDA, where vLLM shares the GPU with the trainer, it gives up the GPU's memory during each train step (its
+    weights wait in the host's memory), unless requests are running. Costs seconds per step. 'off': it keeps
+    `memory_fraction`."""
 
     @model_validator(mode="after")
     def _one_merged(self) -> "EngineConfig":
         if self.max_adapters > 1 and self.lora_serving == "merge":
             raise ValueError(
                 f"max_adapters={self.max_adapters} needs adapters that are served; lora_serving='merge' folds one into the base"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_is_parallel(self) -> "EngineConfig":
+        if self.tensor_parallel > 1 and self.kind == "transformers":
+            raise ValueError(
+                f"tensor_parallel={self.tensor_parallel} needs kind 'vllm': the engine 'transformers' has one device"
             )
         return self
 
@@ -106,9 +125,26 @@ class TrainerConfig(Config):
     memory_gb: Annotated[float, Field(gt=0.0)] | None = None
     """Memory (10^9 bytes) that one pass may take, beside weights, gradients and optimizer state; None: most of what is free
     when it begins. Packs that would take more are made smaller, and data that cannot fit are refused."""
+    ranks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that train together, each on a GPU of its own, or on a CPU slot. Each computes a part of every batch, and holds
+    a share of the optimizer's state and, if the full parameters are trained, of the layers."""
+    shard_base: bool = False
+    """With several ranks and an adapter: share out the layers of the frozen base model, too, so that larger ones fit. Each pass
+    then gathers them, so it is slower. Full parameters are always shared out."""
     drift_limit: Annotated[float, Field(gt=0.0)] = 3.0
     """A publish fails when engine and trainer logprobs on fixed prompts differ by more than this many times version 0's
     difference (and by more than 0.05)."""
+
+    @model_validator(mode="after")
+    def _shared_out_among_several(self) -> "TrainerConfig":
+        if self.memory_gb is not None and self.ranks > 1:
+            raise ValueError("memory_gb is measured and kept to on one rank only; with several, pack_tokens bounds a pass")
+        if self.ranks > 1 and (self.optimizer != "adamw" or self.dtype == "float16"):
+            which = "optimizer=adamw_8bit" if self.optimizer != "adamw" else "dtype=float16"
+            raise ValueError(f"{which} is for one rank, and ranks is {self.ranks}; use bfloat16 or float32 with adamw")
+        if self.shard_base and self.ranks == 1:
+            raise ValueError("shard_base shares out the base model among ranks, and there is one; set ranks to 2 or more")
+        return self
 
 
 class ServerConfig(Config):
@@ -144,10 +180,12 @@ Gpus = Annotated[float, Field(ge=0.0, le=100_000, allow_inf_nan=False), AfterVal
 class RoleResources(Config):
     """What one role occupies in the split layout."""
 
-    gpus: Annotated[Gpus, Field(gt=0.0)] = 1
-    """GPUs of one replica. A replica is never split over nodes, so a tensor-parallel engine stays on one."""
+    gpus: Gpus | None = None
+    """GPUs of one replica; None = one GPU if the cluster has any, otherwise one CPU slot; 0 = one CPU slot. A replica is never
+    split over nodes, so a tensor-parallel engine stays on one."""
     replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Replicas of this size; each may be on another node. They start together or not at all."""
+    """Replicas of this size; each may be on another node. They start together or not at all. More than one are not served
+    yet."""
 
 
 class Resources(Config):
@@ -155,24 +193,28 @@ class Resources(Config):
 
     gpus: Gpus | None = None
     """GPUs on one node; None = one GPU if the cluster has any, otherwise one CPU slot; 0 = one CPU slot. A fraction, such as
-    0.25, shares one GPU with other fractions."""
+    0.25, shares one GPU with other fractions. With `trainer.ranks` it is one for each rank."""
     layout: Literal["colocated", "split"] = "colocated"
-    """'colocated' keeps trainer and rollout engine on the same GPUs; 'split' sizes them apart (not yet served)."""
+    """'colocated' keeps trainer and rollout engine in one process and on the same GPUs; 'split' gives the engine a process and
+    resources of its own, maybe on another node, and samples while the trainer computes."""
     trainer: RoleResources | None = None
-    """Layout 'split' only: what the trainer occupies."""
+    """Layout 'split' only: what the trainer occupies; None = its defaults."""
     rollout: RoleResources | None = None
-    """Layout 'split' only: what the rollout engines occupy."""
+    """Layout 'split' only: what the rollout engine occupies; None = its defaults."""
 
     @model_validator(mode="after")
     def _roles_fit_layout(self) -> "Resources":
         roles = {"trainer": self.trainer, "rollout": self.rollout}
         if self.layout == "colocated" and (given := [name for name, role in roles.items() if role is not None]):
             raise ValueError(f"{' and '.join(given)} can only be sized with layout 'split'; 'colocated' takes gpus")
-        if self.layout == "split" and (absent := [name for name, role in roles.items() if role is None]):
-            raise ValueError(f"layout 'split' needs {' and '.join(absent)}, such as {absent[0]}.gpus=1")
         if self.layout == "split" and self.gpus is not None:
             raise ValueError("layout 'split' takes trainer.gpus and rollout.gpus, not gpus")
         return self
+
+    @property
+    def roles(self) -> dict[str, RoleResources]:
+        """What each role occupies in the split layout."""
+        return {"trainer": self.trainer or RoleResources(), "rollout": self.rollout or RoleResources()}
 
 
 class Scheduling(Config):
@@ -367,6 +409,55 @@ class JobConfig(Config):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _split_engine_has_the_gpu(cls, values: Any) -> Any:
+        """The default of `engine.memory_fraction` leaves room for a trainer, which in the split layout is elsewhere."""
+        resources = values.get("resources", {}) if isinstance(values, Mapping) else None
+        layout = (
+            resources.layout if isinstance(resources, Resources) else isinstance(resources, Mapping) and resources.get("layout")
+        )
+        return _with_whole_gpu(values) if layout == "split" else values
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_part_of_the_engine(self) -> "JobConfig":
+        ranks, resources = self.engine.tensor_parallel, self.resources
+        if ranks == 1 and resources.layout != "split":
+            return self
+        if self.trains and resources.layout != "split":
+            raise ValueError(
+                f"engine.tensor_parallel={ranks} is for an engine apart from its trainer: set resources.layout to 'split'"
+            )
+        split = resources.layout == "split"
+        key, gpus = ("rollout.gpus", resources.roles["rollout"].gpus) if split else ("gpus", resources.gpus)
+        if gpus and max(1, gpus) != ranks:
+            raise ValueError(
+                f"engine.tensor_parallel={ranks} takes a GPU for each part, and resources.{key} is {gpus:g}; give both the same"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_trainer_to_split_from(self) -> "JobConfig":
+        if self.resources.layout == "split" and not self.trains:
+            raise ValueError(f"resources.layout 'split' is for jobs that train; a job of kind '{self.kind}' has an engine only")
+        return self
+
+    @model_validator(mode="after")
+    def _a_gpu_for_each_rank(self) -> "JobConfig":
+        resources, ranks = self.resources, self.trainer_ranks
+        key, gpus = "resources.gpus", resources.gpus
+        if resources.layout == "split":
+            key, gpus = "resources.trainer.gpus", resources.roles["trainer"].gpus
+        if gpus and ranks > max(1, gpus):
+            raise ValueError(f"trainer.ranks={ranks} needs a GPU for each, and {key} is {gpus:g}; set {key}={ranks}")
+        return self
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Processes of its trainer."""
+        trainer = self.server().trainer
+        return 1 if trainer is None else trainer.ranks
+
     @property
     def leased(self) -> bool:
         """It ends when its client stops to send heartbeats."""
@@ -396,6 +487,37 @@ class JobConfig(Config):
         """What hosts it."""
 
 
+class AgentConfig(Config):
+    """Who plays a seat of an environment for several agents. Without any field: a policy of its own, which learns as the job
+    says."""
+
+    policy: str = ""
+    """Another agent, whose policy plays this seat, too, and learns from both."""
+    script: str = ""
+    """`path/to/file.py:function` plays instead of a policy: a function of (messages, random numbers) that gives a text."""
+    frozen: bool = False
+    """Its policy is never updated: it plays as it began."""
+    lora: LoraConfig | None = None
+    """Its adapter; None = the job's."""
+    algorithm: AlgorithmConfig | None = None
+    """How it learns; None = the job's."""
+    optimizer: AdamParams | None = None
+    """None = `training.optimizer`."""
+    sampling: SamplingConfig | None = None
+    """None = the job's."""
+
+    @model_validator(mode="after")
+    def _one_player(self) -> "AgentConfig":
+        own = [name for name in ("lora", "algorithm", "optimizer", "sampling") if getattr(self, name) is not None]
+        if self.policy and self.script:
+            raise ValueError(f"bound to two players, the policy of '{self.policy}' and the script {self.script}")
+        if (other := self.policy or self.script) and (own or self.frozen):
+            raise ValueError(f"{', '.join(own) or 'frozen'} has no meaning: '{other}' plays this seat")
+        if self.frozen and (teaches := [name for name in own if name in ("algorithm", "optimizer")]):
+            raise ValueError(f"{' and '.join(teaches)} has no meaning: a frozen policy does not learn")
+        return self
+
+
 class RLJobConfig(JobConfig):
     """A reinforcement-learning job."""
 
@@ -409,8 +531,60 @@ class RLJobConfig(JobConfig):
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     training: RLTrainingConfig = RLTrainingConfig()
+    agents: dict[str, AgentConfig] = Field(default_factory=dict)
+    """Who plays which seat, for an environment of several agents: all of them learn in this one job."""
+    turns: TurnsConfig = TurnsConfig()
+    """With `agents`: what becomes of one that holds up the others."""
     sinks: Sinks = ()
     """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _room_for_agents(cls, values: Any) -> Any:
+        """Where nothing is said of it, the server has room for the adapters of all agents."""
+        agents = values.get("agents") if isinstance(values, Mapping) else None
+        engine = values.get("engine", {}) if isinstance(values, Mapping) else None
+        if isinstance(engine, EngineConfig):
+            engine = engine.model_dump(include=engine.model_fields_set)
+        if isinstance(agents, Mapping) and isinstance(engine, Mapping) and "max_adapters" not in engine:
+            count = sum(not _bound_elsewhere(agent) for agent in agents.values())
+            if count > 1 and values.get("lora") is None:
+                raise ValueError(f"agents: {count} policies share one base model, so they are adapters; set lora")
+            return {**values, "engine": {**engine, "max_adapters": max(count, 1)}}
+        return values
+
+    @model_validator(mode="after")
+    def _agents_have_players(self) -> "RLJobConfig":
+        if not self.agents:
+            return self
+        own = self.policies
+        if not [name for name in own if not self.agents[name].frozen]:
+            raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
+        if self.agents[own[0]].lora not in (None, self.lora):
+            raise ValueError(f"agents.{own[0]} has the job's own policy, so that its adapter is the job's: set lora")
+        for name, agent in self.agents.items():
+            if agent.policy and agent.policy not in own:
+                what = "plays itself" if agent.policy == name else "is no agent with a policy of its own"
+                raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
+        if len(own) > self.engine.max_adapters:
+            raise ValueError(f"agents have {len(own)} policies, and engine.max_adapters is {self.engine.max_adapters}")
+        algorithms = {name: self.agents[name].algorithm or self.algorithm for name in own}
+        if critics := [name for name, algorithm in algorithms.items() if isinstance(algorithm, PPOConfig)]:
+            raise ValueError(f"agents.{critics[0]}: an agent among several cannot learn by PPO with a critic yet")
+        if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
+            sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
+            raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
+        if resampling := [name for name, algorithm in algorithms.items() if algorithm.max_resamples]:
+            raise ValueError(f"agents.{resampling[0]}: algorithm.max_resamples must be 0: all agents play the same episodes")
+        if self.start_from or self.evaluation.keep_best or self.training.stop != StopConfig():
+            raise ValueError("start_from, evaluation.keep_best and training.stop are for a job of one agent")
+        return self
+
+    @property
+    def policies(self) -> list[str]:
+        """The agents with policies of their own. The first of those that learn has the job's own policy."""
+        own = [name for name, agent in self.agents.items() if not (agent.policy or agent.script)]
+        return sorted(own, key=lambda name: self.agents[name].frozen)
 
     @model_validator(mode="after")
     def _action_fits_context(self) -> "RLJobConfig":
@@ -556,12 +730,7 @@ class InferenceJobConfig(JobConfig):
     @classmethod
     def _engine_has_the_gpu(cls, values: Any) -> Any:
         """The default of `engine.memory_fraction` leaves room for a trainer, which is not there."""
-        engine = values.get("engine", {}) if isinstance(values, Mapping) else None
-        if isinstance(engine, EngineConfig):
-            engine = engine.model_dump(include=engine.model_fields_set)
-        if isinstance(engine, Mapping) and "memory_fraction" not in engine:
-            return {**values, "engine": {**engine, "memory_fraction": INFERENCE_MEMORY_FRACTION}}
-        return values
+        return _with_whole_gpu(values)
 
     @property
     def leased(self) -> bool:
@@ -569,6 +738,22 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
+
+
+def _with_whole_gpu(values: Any) -> Any:
+    """The fields of a job whose engine has its GPU to itself, if they do not say otherwise."""
+    engine = values.get("engine", {}) if isinstance(values, Mapping) else None
+    if isinstance(engine, EngineConfig):
+        engine = engine.model_dump(include=engine.model_fields_set)
+    if isinstance(engine, Mapping) and "memory_fraction" not in engine:
+        return {**values, "engine": {**engine, "memory_fraction": INFERENCE_MEMORY_FRACTION}}
+    return values
+
+
+def _bound_elsewhere(agent: Any) -> bool:
+    """Whether an agent's config, validated or not, gives it no policy of its own."""
+    fields = agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
+    return bool(fields.get("policy") or fields.get("script"))
 
 
 def _training_server(base_model: str, engine: EngineConfig, trainer: TrainerConfig) -> ServerConfig:

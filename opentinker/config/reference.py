@@ -37,16 +37,25 @@ def _rows(model: type[BaseModel], prefix: str) -> list[str]:
     rows = []
     for name, field in model.model_fields.items():
         children = models_of(field.annotation)
-        if children:
+        if children and get_origin(field.annotation) is dict:
+            # Below a name of the user's choice. Its sections are those of the job, which has them above.
+            rows.append(f"| `{prefix}{name}` | by name | {_default(field)} | {_text(field)} |")
+            for child in children:
+                rows += [_row(f"{prefix}{name}.NAME.{part}", inner) for part, inner in child.model_fields.items()]
+        elif children:
             optional = field.default is None
             if optional:
                 rows.append(f"| `{prefix}{name}` | section | `None` | {_text(field)} |")
             for child in children:
                 rows += _rows(child, f"{prefix}{name}.")
         else:
-            kind = _type_name(field.annotation).replace("|", "\\|")
-            rows.append(f"| `{prefix}{name}` | {kind} | {_default(field)} | {_text(field)} |")
+            rows.append(_row(f"{prefix}{name}", field))
     return rows
+
+
+def _row(path: str, field: FieldInfo) -> str:
+    kind = "section" if models_of(field.annotation) else _type_name(field.annotation).replace("|", "\\|")
+    return f"| `{path}` | {kind} | {_default(field)} | {_text(field)} |"
 
 
 def _text(field: FieldInfo) -> str:

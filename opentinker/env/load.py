@@ -14,7 +14,10 @@ from weakref import WeakKeyDictionary
 
 from opentinker.config.base import nearest
 from opentinker.env.environment import Environment
-from opentinker.errors import EnvironmentLoadError
+from opentinker.errors import ConfigError, EnvironmentLoadError
+from opentinker.multiagent.environment import MultiAgentEnvironment
+from opentinker.multiagent.protocol import check_seats
+from opentinker.multiagent.shared import SharedEnvironment, shared
 
 ADAPTERS = ("gymnasium", "openenv", "pettingzoo", "reasoning_gym", "textarena", "verifiers")
 """Other ecosystems; each has a module in `opentinker.env.adapters`."""
@@ -22,8 +25,11 @@ ADAPTERS = ("gymnasium", "openenv", "pettingzoo", "reasoning_gym", "textarena", 
 _names: "WeakKeyDictionary[type[Environment], tuple[str, Path]]" = WeakKeyDictionary()
 
 
-def load_environment(name: str | type[Environment], base_dir: Path | None = None) -> type[Environment]:
-    """The class that `name` stands for; a class stands for itself. Relative paths start at `base_dir` (the working directory).
+def load_environment(
+    name: str | type[Environment] | type[MultiAgentEnvironment], base_dir: Path | None = None
+) -> type[Environment]:
+    """The class that `name` stands for; a class stands for itself, one for several agents behind the interface of one
+    (`opentinker.multiagent.shared`). Relative paths start at `base_dir` (the working directory).
 
     The file's folder joins `sys.path`, as for a script, so that the file can import its neighbours.
 
@@ -34,6 +40,21 @@ def load_environment(name: str | type[Environment], base_dir: Path | None = None
     found = _checked(_named(name, base_dir) if isinstance(name, str) else name, str(name))
     if isinstance(name, str):
         _names[found] = (name, (base_dir or Path()).resolve())
+    return found
+
+
+def load_for_one(name: str | type[Environment], base_dir: Path | None = None) -> type[Environment]:
+    """As `load_environment`, for those who play one agent's episodes.
+
+    Raises:
+        EnvironmentLoadError: also when the environment is for several agents.
+    """
+    found = load_environment(name, base_dir)
+    if issubclass(found, SharedEnvironment):
+        raise EnvironmentLoadError(
+            f"{found.__name__} is for {len(found.played.agents)} agents, and here is one",
+            hint="a job with `agents` plays it; docs/multiagent.md shows how to try it",
+        )
     return found
 
 
@@ -81,7 +102,8 @@ def _named(name: str, base_dir: Path | None) -> object:
 
 
 def _built_in(name: str) -> object:
-    known: dict[str, str] = importlib.import_module("opentinker.environments.registry").BUILT_IN
+    registry = importlib.import_module("opentinker.environments.registry")
+    known: dict[str, str] = registry.BUILT_IN | registry.FOR_AGENTS
     if name not in known:
         hint = f"{nearest(name, known)}; your own is named path/to/file.py:Class"
         raise EnvironmentLoadError(f"there is no built-in environment '{name}'", hint=hint)
@@ -96,7 +118,7 @@ def _from_file(path: Path, class_name: str) -> object:
         raise EnvironmentLoadError(f"the environment's file {path} does not exist", hint="name it path/to/file.py:Class")
     module = _import(path)
     if not hasattr(module, class_name):
-        there = [n for n, v in vars(module).items() if _is_environment(v) and v is not Environment]
+        there = [n for n, v in vars(module).items() if _is_environment(v) and v not in (Environment, MultiAgentEnvironment)]
         hint = nearest(class_name, there) if there else "it defines no subclass of opentinker.Environment"
         raise EnvironmentLoadError(f"{path} has no class '{class_name}'", hint=hint)
     found: object = getattr(module, class_name)
@@ -131,17 +153,36 @@ def _line(error: BaseException, path: Path) -> str:
 
 
 def _is_environment(value: object) -> bool:
-    return inspect.isclass(value) and issubclass(value, Environment)
+    return inspect.isclass(value) and issubclass(value, Environment | MultiAgentEnvironment)
 
 
 def _checked(value: object, name: str) -> type[Environment]:
+    if inspect.isclass(value) and issubclass(value, MultiAgentEnvironment):
+        return shared(_checked_agents(value))  # type: ignore[arg-type]  # mypy takes a class's own __hash__ for its instances'
     if not (inspect.isclass(value) and issubclass(value, Environment)):
         raise EnvironmentLoadError(f"'{name}' is not an environment", hint="derive the class from opentinker.Environment")
     missing = [method for method in ("reset", "step") if getattr(value, method) is getattr(Environment, method)]
     if missing:
         raise EnvironmentLoadError(f"{value.__name__} defines no {' and no '.join(missing)}")
+    _check_attributes(value)
+    return value
+
+
+def _checked_agents(value: type[MultiAgentEnvironment]) -> type[MultiAgentEnvironment]:
+    if value.reset is MultiAgentEnvironment.reset:
+        raise EnvironmentLoadError(f"{value.__name__} defines no reset")
+    if value.step is MultiAgentEnvironment.step and value.step_together is MultiAgentEnvironment.step_together:
+        raise EnvironmentLoadError(f"{value.__name__} defines no step", hint="or step_together, for simultaneous actions")
+    try:
+        check_seats(value.protocol, value.agents)
+    except ConfigError as error:
+        raise EnvironmentLoadError(f"{value.__name__}: {error.detail}", hint=error.hint) from error
+    _check_attributes(value)
+    return value
+
+
+def _check_attributes(value: type[Environment] | type[MultiAgentEnvironment]) -> None:
     if isinstance(value.host_args, str):
         raise EnvironmentLoadError(f"{value.__name__}.host_args is a text", hint=f"it is a tuple: ({value.host_args!r},)")
     if value.execution not in ("thread", "process"):
         raise EnvironmentLoadError(f"{value.__name__}.execution is {value.execution!r}", hint="it is 'thread' or 'process'")
-    return value

@@ -2,27 +2,15 @@
 
 import asyncio
 import logging
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
-from opentinker.client.messages import ImageChunk, Sample, SamplingParams
+from opentinker.client.messages import ImageChunk
 from opentinker.config.job import RolloutConfig
-from opentinker.env.environment import Message, images_of
+from opentinker.env.environment import Message
 from opentinker.env.processes import Session
-from opentinker.errors import (
-    ConfigError,
-    ContextOverflowError,
-    DeadlineError,
-    EngineError,
-    EnvironmentFailedError,
-    ImageMissingError,
-    InvalidRequestError,
-    OpenTinkerError,
-    UnavailableError,
-)
+from opentinker.errors import DeadlineError, EnvironmentFailedError, UnavailableError
 from opentinker.rollout.machine import (
-    ActionSampled,
     Cancelled,
     DeadlinePassed,
     EpisodeMachine,
@@ -38,40 +26,27 @@ from opentinker.rollout.machine import (
     Step,
     StepDone,
 )
-from opentinker.rollout.types import Episode, GenerateFn, UploadFn
+from opentinker.rollout.sampler import Sampler
+from opentinker.rollout.types import Episode
 
 CLOSE_TIMEOUT_S = 5.0
-FIRST_BACKOFF_S = 0.25
-LONGEST_BACKOFF_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class EpisodeDriver:
-    """One episode of a single agent. `seed_of_turn` gives each turn's sampling seed; `request_id` is unique to this episode."""
+    """One episode of a single agent."""
 
     def __init__(
-        self,
-        machine: EpisodeMachine,
-        session: Session,
-        generate: GenerateFn,
-        config: RolloutConfig,
-        sampling: SamplingParams,
-        request_id: str,
-        seed_of_turn: Callable[[int], int],
-        upload: UploadFn | None = None,
+        self, machine: EpisodeMachine, session: Session, sampler: Sampler, config: RolloutConfig, request_id: str
     ) -> None:
         self._machine = machine
         self._session = session
-        self._generate = generate
+        self._sampler = sampler
         self._config = config
-        self._sampling = sampling
         self._request_id = request_id
-        self._seed_of_turn = seed_of_turn
-        self._upload = upload
         self._clock = asyncio.get_running_loop().time
         self._deadline = self._clock() + config.episode_timeout_s
-        self._generation_s = 0.0
 
     async def run(self, member: int) -> Episode:
         """Play the episode to its end. The environment is closed however it ends.
@@ -102,7 +77,7 @@ class EpisodeDriver:
             tools=machine.tools,
             error=machine.error,
             prefix_breaks=machine.prefix_breaks,
-            generation_s=self._generation_s,
+            generation_s=self._sampler.seconds,
             environment_s=self._session.seconds,
         )
 
@@ -127,7 +102,8 @@ class EpisodeDriver:
                     result = await self._session.finalize(min(left, self._config.step_timeout_s))
                     return Finalized(cast(float, result.reward), result.components)
                 case Generate():
-                    return await self._sample(request, min(left, self._config.generation_timeout_s))
+                    timeout_s = min(left, self._config.generation_timeout_s)
+                    return await self._sampler.sample(request, len(self._machine.rewards), timeout_s)
         except DeadlineError as error:
             return DeadlinePassed(error.detail)
         except (EnvironmentFailedError, UnavailableError) as error:
@@ -135,60 +111,7 @@ class EpisodeDriver:
         raise ValueError(f"a single agent's episode does not ask for {type(request).__name__}")
 
     async def _images(self, observation: Sequence[Message]) -> Mapping[str, ImageChunk]:
-        """What stands for the observation's images in a prompt, when the server has them.
-
-        Raises:
-            EnvironmentFailedError: the server refuses an image.
-            ConfigError: this driver has no server for images.
-            DeadlineError, UnavailableError: the server does not answer.
-        """
-        images = images_of(observation)
-        if not images:
-            return {}
-        if self._upload is None:
-            raise ConfigError("the environment shows images, and nothing was given that takes them")
-        timeout_s = min(self._deadline - self._clock(), self._config.generation_timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._upload(images)
-        except TimeoutError:
-            raise DeadlineError(f"the server did not take the observation's images within {timeout_s:.3g} s") from None
-        except InvalidRequestError as error:
-            raise EnvironmentFailedError(f"the server refuses an image of the observation: {error}") from error
-
-    async def _sample(self, request: Generate, timeout_s: float) -> Event:
-        start = self._clock()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return ActionSampled(await self._sample_with_retries(request))
-        except TimeoutError:
-            return DeadlinePassed(f"the policy did not answer within {timeout_s:.3g} s")
-        except (UnavailableError, EngineError, ContextOverflowError, ImageMissingError) as error:
-            return Failed(str(error))
-        finally:
-            self._generation_s += self._clock() - start
-
-    async def _sample_with_retries(self, request: Generate) -> Sample:
-        """A request that got no answer is sent again under its id, so that nothing is sampled twice. One that failed gets a new
-        id, because the old one would only find the failure again."""
-        turn = len(self._machine.rewards)
-        params = self._sampling.model_copy(update={"max_tokens": request.max_tokens, "seed": self._seed_of_turn(turn)})
-        failures = 0
-        for attempt in range(self._config.generation_retries + 1):
-            if attempt:
-                await asyncio.sleep(min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0))
-            try:
-                sample = await self._generate(request.chunks or request.tokens, params, f"{self._request_id}-{turn}.{failures}")
-                if sample.finish_reason != "abort":
-                    return sample
-                error: OpenTinkerError = EngineError("the engine aborted the request")
-                failures += 1
-            except UnavailableError as unavailable:
-                error = unavailable
-            except EngineError as failed:
-                error = failed
-                failures += 1
-        raise error
+        return await self._sampler.images(observation, self._deadline - self._clock())
 
     async def _close(self) -> None:
         try:

@@ -4,12 +4,15 @@
 |-------------------------|---------------------------------------|-------------------------------------------------------|
 | Reset (PENDING)         | ResetDone                             | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | AwaitTurn (PENDING)     | TurnGranted, or EpisodeEnded -> done  | Failed -> error_env, DeadlinePassed -> error_timeout  |
-| Generate (GENERATING)   | ActionSampled                         | Failed -> error_generation, DeadlinePassed -> ...     |
-| Step (INTERACTING)      | StepDone                              | Failed -> error_env, DeadlinePassed -> error_timeout  |
+| Generate (GENERATING)   | ActionSampled, or EpisodeEnded -> done | Failed -> error_generation, DeadlinePassed -> ...    |
+|                         | or TurnLost -> PENDING                |                                                       |
+| Step (INTERACTING)      | StepDone, or EpisodeEnded -> done     | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | Finalize (INTERACTING)  | Finalized                             | Failed -> error_env, DeadlinePassed -> error_timeout  |
 | Finish (TERMINATED)     |                                       | none                                                  |
 
-`Cancelled` ends every status but TERMINATED. Any other event is a programming error and raises.
+`Cancelled` ends every status but TERMINATED. Any other event is a programming error and raises. Only an agent among several
+waits for its turn and hears that another ended the episode. What it is shown while it waits comes before its next action; what
+it earns while it waits belongs to its last one.
 """
 
 from collections.abc import Sequence
@@ -56,12 +59,28 @@ class ResetDone:
 
 @dataclass(frozen=True)
 class TurnGranted:
-    """In a multi-agent episode: this agent acts now."""
+    """In a multi-agent episode: this agent acts now. It was shown `observation` and earned `reward` since its last action."""
+
+    observation: tuple[Message, ...] = ()
+    images: Images = field(default_factory=dict)
+    reward: float = 0.0
+    components: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TurnLost:
+    """In a multi-agent episode: the action came too late, and the others go on. It is as if the turn had not been granted."""
 
 
 @dataclass(frozen=True)
 class EpisodeEnded:
-    """In a multi-agent episode: another agent ended it."""
+    """In a multi-agent episode: it is over for this agent, by what another did. `reward` is for its last action."""
+
+    observation: tuple[Message, ...] = ()
+    reward: float = 0.0
+    components: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    termination: Termination = Termination.DONE
 
 
 @dataclass(frozen=True)
@@ -104,7 +123,9 @@ class Cancelled:
     pass
 
 
-Event = ResetDone | TurnGranted | EpisodeEnded | ActionSampled | StepDone | Finalized | Failed | DeadlinePassed | Cancelled
+SharedEvent = TurnGranted | TurnLost | EpisodeEnded
+"""Only in a multi-agent episode."""
+Event = ResetDone | SharedEvent | ActionSampled | StepDone | Finalized | Failed | DeadlinePassed | Cancelled
 
 
 @dataclass(frozen=True)
@@ -182,6 +203,12 @@ class EpisodeMachine:
         self.components: dict[str, float] = {}
         self.tools: tuple[Tool, ...] = ()
         self._images: dict[str, ImageChunk] = {}
+        self._news: tuple[Message, ...] = ()
+        """What was shown while the agent waits for its turn."""
+        self._shown_last: tuple[Message, ...] = ()
+        """What the turn that is being played began with."""
+        self.early_reward = 0.0
+        """What it earned before it ever acted: its first action's, if there is one."""
         self.error = ""
         self.prefix_breaks = 0
 
@@ -213,18 +240,24 @@ class EpisodeMachine:
             case Reset(), ResetDone(observation, tools, finalizes, images):
                 self.tools, self._finalizes = tools, finalizes
                 self._images |= images
-                return self._observed((), observation)
-            case AwaitTurn(), TurnGranted():
-                return self._generate()
-            case AwaitTurn(), EpisodeEnded():
-                return self._end(Termination.DONE)
+                return self._shown((), observation)
+            case AwaitTurn(), TurnGranted() as granted:
+                return self._granted(granted)
+            case Generate(), TurnLost() if self._waits_for_turn:
+                return self._taken_back()
+            case AwaitTurn() | Generate() | Step() as request, EpisodeEnded() as end if self._waits_for_turn:
+                if isinstance(request, Step):
+                    self._earn_by_turn(0.0)
+                self._earn(end.reward, end.components)
+                self.metrics.update(end.metrics)
+                self.messages += self._news + end.observation
+                return self._end(end.termination)
             case Generate() as request, ActionSampled(sample):
                 return self._acted(request, sample)
             case Step(), StepDone() as result:
                 return self._stepped(result)
             case Finalize(termination), Finalized(reward, components):
-                self.rewards[-1] += reward
-                self._add(components)
+                self._earn(reward, components)
                 return Finish(termination)
         raise ValueError(f"{type(event).__name__} cannot follow {type(self.pending).__name__}")
 
@@ -233,11 +266,21 @@ class EpisodeMachine:
         return Finish(termination)
 
     def _end(self, termination: Termination) -> Request:
-        return Finalize(termination) if self._finalizes and self.rewards else Finish(termination)
+        finalizes = self._finalizes and (self.rewards or self._waits_for_turn)
+        return Finalize(termination) if finalizes else Finish(termination)
 
-    def _add(self, components: dict[str, float]) -> None:
+    def _earn(self, reward: float, components: dict[str, float]) -> None:
+        """Add to the last turn's reward, or to the first one's that is to come."""
+        if self.rewards:
+            self.rewards[-1] += reward
+        else:
+            self.early_reward += reward
         for name, value in components.items():
             self.components[name] = self.components.get(name, 0.0) + value
+
+    def _earn_by_turn(self, reward: float) -> None:
+        self.rewards.append(reward + self.early_reward)
+        self.early_reward = 0.0
 
     def _acted(self, request: Generate, sample: Sample) -> Request:
         length = len(sample.tokens)
@@ -260,15 +303,42 @@ class EpisodeMachine:
         return Step(action)
 
     def _stepped(self, result: StepDone) -> Request:
-        self.rewards.append(result.reward)
+        self._earn_by_turn(result.reward)
         self.metrics.update(result.metrics)
-        self._add(result.components)
+        self._earn(0.0, result.components)
         self._images |= result.images
         if result.done or len(self.rewards) >= self._max_turns:
             self.messages += result.observation
             return self._end(Termination.DONE if result.done else Termination.TRUNCATED_TURNS)
-        action = self.trajectories[-1].runs[-1].tokens.tolist()
-        return self._observed(action, result.observation)
+        return self._shown(self._last_action(), result.observation)
+
+    def _last_action(self) -> list[int]:
+        return self.trajectories[-1].runs[-1].tokens.tolist() if self.trajectories else []
+
+    def _shown(self, action: Sequence[int], observation: tuple[Message, ...]) -> Request:
+        if not self._waits_for_turn:
+            return self._observed(action, observation)
+        self._news = observation
+        return AwaitTurn()
+
+    def _granted(self, granted: TurnGranted) -> Request:
+        self._earn(granted.reward, granted.components)
+        self._images |= granted.images
+        observation, self._news = self._news + granted.observation, ()
+        if not observation:
+            return self._fail(Termination.ERROR_ENV, "it is the agent's turn, and it was shown nothing since its last action")
+        self._shown_last = observation
+        return self._observed(self._last_action(), observation)
+
+    def _taken_back(self) -> AwaitTurn:
+        """Undo what `_observed` did; the observation will be shown again."""
+        self.trajectories[-1].runs.pop()
+        if not self.trajectories[-1].runs:
+            self.trajectories.pop()
+            self.prefix_breaks -= bool(self.trajectories)
+        del self.messages[len(self.messages) - len(self._shown_last) :]
+        self._news = self._shown_last
+        return AwaitTurn()
 
     def _observed(self, action: Sequence[int], observation: tuple[Message, ...]) -> Request:
         """Append the observation if it leaves room for an answer."""
@@ -288,7 +358,7 @@ class EpisodeMachine:
             self.prefix_breaks += bool(self.trajectories)
             self.trajectories.append(Trajectory())
         self.trajectories[-1].append_rendered(RunKind.PROMPT if delta is None else RunKind.OBSERVATION, prompt)
-        return AwaitTurn() if self._waits_for_turn else self._generate()
+        return self._generate()
 
     def _delta(self, action: Sequence[int], observation: tuple[Message, ...]) -> tuple[Chunk, ...] | None:
         """None when the template cannot append to what was sampled, so that the conversation is rendered anew."""

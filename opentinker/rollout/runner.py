@@ -14,6 +14,7 @@ from opentinker.env.threads import UserThreads
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rollout.episode import EpisodeDriver
 from opentinker.rollout.machine import EpisodeMachine
+from opentinker.rollout.sampler import Sampler
 from opentinker.rollout.seeds import derive_seed
 from opentinker.rollout.types import Episode, GenerateFn, Group, UploadFn
 
@@ -125,14 +126,14 @@ class RolloutRunner:
         )
         # A replaced member draws other actions: with the same ones a deterministic environment would fail again.
         identity: list[int | str] = [batch.step, group.index, member, *([f"attempt {attempt}"] if attempt else [])]
-        driver = EpisodeDriver(
-            machine,
-            self._sessions.session(batch.threads),
+        request_id = f"{batch.nonce}-{group.index}-{member}-{attempt}"
+        sampler = Sampler(
             self._generate,
             self._config,
             self._sampling,
-            request_id=f"{batch.nonce}-{group.index}-{member}-{attempt}",
+            request_id,
             seed_of_turn=lambda turn: derive_seed(self._run_seed, *identity, turn),
             upload=self._upload,
         )
+        driver = EpisodeDriver(machine, self._sessions.session(batch.threads), sampler, self._config, request_id)
         return await driver.run(member)

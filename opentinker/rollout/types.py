@@ -92,13 +92,15 @@ class Episode:
     error: str = ""
     """What went wrong, for `error_*` and `truncated_context`."""
     prefix_breaks: int = 0
+    reward_without_turn: float = 0.0
+    """What an agent among several earned in an episode that ended before it ever acted."""
     generation_s: float = 0.0
     environment_s: float = 0.0
 
     @property
     def reward(self) -> float:
-        """Sum over turns."""
-        return sum(self.rewards)
+        """Sum over turns, and what was earned without any."""
+        return sum(self.rewards) + self.reward_without_turn
 
     @property
     def turns(self) -> int:

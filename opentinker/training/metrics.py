@@ -137,6 +137,16 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def commonest_failure(groups: Sequence[Group]) -> str:
+    """Why episodes could not be trained on, in the words of most of them."""
+    fruitless = [e for g in groups for e in (*g.failures, *g.episodes) if not e.trains]
+    failures = Counter(f"{e.termination}: {e.error}" for e in fruitless)
+    if not failures:
+        return "no episode ended"
+    (text, count), *_ = failures.most_common(1)
+    return f"{text} ({count} of {failures.total()} failures)"
+
+
 def finite(value: Any) -> Any:
     """`value` with NaN and infinities replaced by None: JSON has no word for them."""
     if isinstance(value, dict):

@@ -46,15 +46,16 @@ def token_rewards(member: Member, config: PPOConfig) -> Floats:
     return rewards
 
 
-def critic_step(algorithm: PolicyGradient, optimizer: AdamParams, step: int) -> CriticStep | None:
-    """How the `step`-th step (from 1) trains the critic; None for algorithms without one. What the critic's config leaves open
-    is as in the policy's `optimizer`."""
+def critic_step(algorithm: PolicyGradient, optimizer: AdamParams, step: int, steps: int) -> CriticStep | None:
+    """How the `step`-th of `steps` steps (from 1) trains the critic; None for algorithms without one. What the critic's config
+    leaves open is as in the policy's `optimizer`."""
     if not isinstance(algorithm, PPOConfig):
         return None
     critic = algorithm.critic
+    left = max(0.0, (steps + 1 - step) / steps) if critic.decay == "linear" else 1.0
     return CriticStep(
         value_clip=critic.value_clip,
-        optimizer=optimizer.model_copy(update={"learning_rate": critic.learning_rate}),
+        optimizer=optimizer.model_copy(update={"learning_rate": critic.learning_rate * left}),
         alone=step <= critic.warmup_steps,
     )
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
-_CURVES = {"step": "reward_mean", "sft_step": "loss", "preference_step": "accuracy"}
+_CURVES = {"step": "reward_mean", "agents_step": "reward_mean", "sft_step": "loss", "preference_step": "accuracy"}
 """By kind of row, what is drawn."""
 _LABELS = {"sft_step": "loss", "preference_step": "accuracy"}
 
@@ -58,6 +58,17 @@ def preference_line(row: Mapping[str, Any], total: int) -> str:
     return "  ".join(parts)
 
 
+def agents_line(row: Mapping[str, Any], total: int) -> str:
+    """A step or an evaluation of several agents in one line."""
+    rewards = ", ".join(f"{name} {_number(agent['reward_mean'])}" for name, agent in row["agents"].items())
+    if row["kind"] == "agents_evaluation":
+        return f"held-out reward {rewards} after {row['step']} steps"
+    parts = [f"step {row['step']:>{len(str(total))}}/{total}", f"reward {rewards}", f"{row['step_s']:.1f} s"]
+    if row["errors"]:
+        parts.append(f"{row['errors']} failed episodes")
+    return "  ".join(parts)
+
+
 def evaluation_line(row: Mapping[str, Any]) -> str:
     """An evaluation row in one line."""
     name, value, half_width = (
@@ -99,7 +110,7 @@ class Progress:
 
     def __call__(self, row: dict[str, Any]) -> None:
         line = row_line(row, self.total_steps)
-        if row["kind"] in ("evaluation", "sft_evaluation", "preference_evaluation"):
+        if row["kind"].endswith("evaluation"):
             self._evaluations.append(line)
         else:
             self._now = line
@@ -130,6 +141,8 @@ def row_line(row: Mapping[str, Any], total_steps: int) -> str:
     match row["kind"]:
         case "evaluation":
             return evaluation_line(row)
+        case "agents_step" | "agents_evaluation":
+            return agents_line(row, total_steps)
         case "sft_step":
             return sft_line(row, total_steps)
         case "sft_evaluation":

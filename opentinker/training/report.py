@@ -67,7 +67,7 @@ summary { cursor: pointer }
 def render_report(
     config: Mapping[str, Any],
     rows: Sequence[Row],
-    transcripts: Sequence[Row],
+    talks: Sequence[Row],
     summary: Mapping[str, Any],
     folder: Path | None = None,
 ) -> str:
@@ -77,7 +77,7 @@ def render_report(
         f"{config['algorithm']['kind'].upper()} · {config['base_model']} · {trained_part(config)} · "
         f"learning rate {config['training']['optimizer']['learning_rate']:g} · seed {config['training']['seed']}"
     )
-    return page(name, subtitle, f"{_cards(summary)}{_curves(rows)}{_transcripts(transcripts, folder)}", config)
+    return page(name, subtitle, f"{_cards(summary)}{_curves(rows)}{transcripts(talks, folder)}", config)
 
 
 def page(name: str, subtitle: str, body: str, config: Mapping[str, Any]) -> str:
@@ -169,7 +169,8 @@ def points(rows: Sequence[Row], key: str) -> list[tuple[float, float]]:
     return [(r["step"], r[key]) for r in rows if r.get(key) is not None]
 
 
-def _transcripts(rows: Sequence[Row], folder: Path | None) -> str:
+def transcripts(rows: Sequence[Row], folder: Path | None) -> str:
+    """Pairs of an episode before and after training, as HTML."""
     shown = [r for r in rows if r["phase"] == "evaluation"] or list(rows)
     if not shown:
         return ""

@@ -5,9 +5,7 @@ the policy it is given (HTTP in practice) and the recorder (files).
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,17 +13,14 @@ from typing import Any, Protocol
 from opentinker.algorithms.select import advantage_function
 from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.messages import (
-    AdamParams,
     Chunk,
     ImageChunk,
     IntArray,
-    LossConfig,
     Sample,
     SampleResult,
     SamplingParams,
-    TokenScore,
 )
-from opentinker.config.algorithms import KLConfig, PolicyGradient, PPOConfig
+from opentinker.config.algorithms import PPOConfig
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
@@ -35,12 +30,11 @@ from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Group
-from opentinker.training.batch import Batch, Member, build_batch, members_of, turn_rewards
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
-from opentinker.training.metrics import Row, Timing, evaluation_row, step_row
+from opentinker.training.learner import Learner
+from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
 from opentinker.training.policy import TrainedPolicy
-from opentinker.training.ppo import critic_step, token_advantages
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
 from opentinker.training.tasks import JobTasks
@@ -90,11 +84,11 @@ class RLLoop:
             base_dir=base_dir,
             sources=sources,
         )
-        self._advantages = advantages
         if isinstance(config.algorithm, PPOConfig) and advantages is not None:
             raise ConfigError("algorithm.kind 'ppo' takes its advantages from a critic", hint="give yours with kind 'custom'")
         if not isinstance(config.algorithm, PPOConfig):
-            self._advantages = advantages or advantage_function(config.algorithm, base_dir)
+            advantages = advantages or advantage_function(config.algorithm, base_dir)
+        self._learner = Learner(policy, config.algorithm, config.sampling, advantages, config.training.steps)
         self._task_position = 0
         self._policy = policy
         self._renderer = renderer
@@ -223,7 +217,7 @@ class RLLoop:
         result = summarize_groups(groups, seed=self.config.training.seed, pass_at=evaluation.pass_at)
         if result is None:
             await self._policy.info()  # a dead server is the better explanation
-            raise EpisodesFailedError(f"no episode of the evaluation was usable: {_commonest_failure(groups)}")
+            raise EpisodesFailedError(f"no episode of the evaluation was usable: {commonest_failure(groups)}")
         row = evaluation_row(self.steps_done, result, groups, seconds=time.monotonic() - started)
         self._recorder.row(row)
         self._evaluated_at = self.steps_done
@@ -244,20 +238,15 @@ class RLLoop:
         groups, position = await self._collect(number)
         sampled = time.monotonic()
         await self._check_usable(groups)
-        members = await self._scored(members_of(groups))
-        if isinstance(config.algorithm, PPOConfig):
-            members = token_advantages(members, config.algorithm)
-        batch = build_batch(members, self._advantages, config.algorithm, longest_tokens=config.sampling.max_tokens)
         optimizer = scheduled(config.training, number, config.training.stop.factor**self._reductions)
-        trained = await self._train(batch, optimizer)
+        learned = await self._learner.learn(groups, optimizer, number)
         ended = time.monotonic()
-        publish_s = float(trained["publish"]["seconds"]) if trained and trained["publish"] else 0.0
         row = step_row(
             number,
             groups,
-            batch,
-            trained,
-            Timing(sampled - started, ended - sampled - publish_s, publish_s, ended - started),
+            learned.batch,
+            learned.trained,
+            Timing(sampled - started, ended - sampled - learned.publish_s, learned.publish_s, ended - started),
             learning_rate=optimizer.learning_rate,
             task_position=position,
         )
@@ -289,50 +278,12 @@ class RLLoop:
         groups: list[Group] = []
         position, missing = self._task_position, wanted
         for round_ in range(algorithm.max_resamples + 1):
-            if round_ and (missing := wanted - sum(self._teaches(group) for group in groups)) <= 0:
+            if round_ and (missing := wanted - sum(self._learner.teaches(group) for group in groups)) <= 0:
                 break
             tasks = await self._tasks.draw(self.config.training.seed, position, missing)
             position += missing
             groups += await self._runner.run(tasks, algorithm.group_size, number, first_index=len(groups))
         return groups, position
-
-    def _teaches(self, group: Group) -> bool:
-        """Whether its episodes get advantages, before what the reference would say."""
-        assert self._advantages is not None, "a critic's algorithm compares no groups, and draws none anew"
-        [members] = members_of([group]) or [[]]
-        rewards = [turn_rewards(member, self.config.algorithm.model_copy(update={"kl": KLConfig()})) for member in members]
-        return any(values.any() for values in self._advantages([rewards])[0])
-
-    async def _scored(self, groups: list[list[Member]]) -> list[list[Member]]:
-        """The members with what the algorithm needs from the model: reference logprobs, and the trainer's own and the critic's
-        values before the update."""
-        algorithm = self.config.algorithm
-        names: dict[TokenScore, str] = {}
-        if algorithm.kl.coefficient:
-            names["reference_logprobs"] = "reference_logprobs"
-        if algorithm.mismatch.active and not algorithm.one_update:
-            names["logprobs"] = "proximal_logprobs"
-        if isinstance(algorithm, PPOConfig):
-            names["values"] = "old_values"
-        data = [datum for members in groups for member in members for datum in member.data]
-        if not names or not data:
-            return groups
-        temperature = self.config.sampling.temperature
-        scores = await self._policy.forward(data, compute=tuple(names), temperature=temperature)
-        found = iter(
-            replace(datum, arrays={**datum.arrays, **{names[score]: scores[score][index] for score in names}})
-            for index, datum in enumerate(data)
-        )
-        return [[replace(m, data=tuple(next(found) for _ in m.data)) for m in members] for members in groups]
-
-    async def _train(self, batch: Batch, optimizer: AdamParams) -> Mapping[str, Any] | None:
-        if not batch.data:
-            return None
-        loss = loss_config(self.config.algorithm, self.config.sampling.temperature)
-        critic = critic_step(self.config.algorithm, optimizer, self.steps_done + 1)
-        return await self._policy.train_step(
-            batch.data, batch.minibatches, loss, optimizer, critic=critic, publish=critic is None or not critic.alone
-        )
 
     async def _check_usable(self, groups: Sequence[Group]) -> None:
         if any(e.trains for g in groups for e in g.episodes):
@@ -342,7 +293,7 @@ class RLLoop:
         self._fruitless += 1
         if self._fruitless >= FRUITLESS_STEPS:
             raise EpisodesFailedError(
-                f"no episode was usable in {FRUITLESS_STEPS} steps in a row: {_commonest_failure(groups)}",
+                f"no episode was usable in {FRUITLESS_STEPS} steps in a row: {commonest_failure(groups)}",
                 hint="transcripts.jsonl holds a failed episode of each step",
             )
 
@@ -370,29 +321,3 @@ class RLLoop:
         deadline_s = self.config.rollout.generation_timeout_s
         result = await self._policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)
         return result.samples[0]
-
-
-def loss_config(algorithm: PolicyGradient, temperature: float) -> LossConfig:
-    """The loss of an algorithm's train steps."""
-    mismatch, kl = algorithm.mismatch, algorithm.kl
-    return LossConfig(
-        name=algorithm.loss,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        temperature=temperature,
-        anchor="behaviour" if not mismatch.active else "current" if algorithm.one_update else "proximal",
-        truncate=mismatch.truncate,
-        mask_sequences=mismatch.mask_sequences,
-        kl_coefficient=kl.coefficient if kl.place == "loss" else 0.0,
-        kl_estimator=kl.estimator,
-        entropy_coefficient=algorithm.entropy_coefficient,
-    )
-
-
-def _commonest_failure(groups: Sequence[Group]) -> str:
-    fruitless = [e for g in groups for e in (*g.failures, *g.episodes) if not e.trains]
-    failures = Counter(f"{e.termination}: {e.error}" for e in fruitless)
-    if not failures:
-        return "no episode ended"
-    (text, count), *_ = failures.most_common(1)
-    return f"{text} ({count} of {failures.total()} failures)"

@@ -16,6 +16,8 @@ from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
 from opentinker.errors import ConfigError
+from opentinker.training.agents import AgentsLoop, check_agents
+from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.metrics import Row, summarize
 from opentinker.training.preference import PreferenceLoop
 from opentinker.training.preference_report import render_preference_report, summarize_preference
@@ -74,11 +76,19 @@ def run_rl_job(
     job = parse_config(RLJobConfig, config)
     base_dir = Path(code_dir) if code_dir else None
     environment = checked_environment(job, base_dir)
+    client = PolicyClient(endpoint, token, policy)
+    if job.agents:
+
+        def connect_agents(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
+            return AgentsLoop.connect(job, environment, client, recorder, base_dir)
+
+        steps, folder = job.training.steps, Path(run_dir)
+        agents_run = _Run(job, steps, folder, listeners, resume, summarize_agents, render_agents_report)
+        return agents_run.drive(client, connect_agents, started)
 
     def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
         return RLLoop.connect(job, environment, client, recorder, base_dir)
 
-    client = PolicyClient(endpoint, token, policy)
     run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize, render_report)
     return run.drive(client, connect, started)
 
@@ -226,6 +236,7 @@ def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[
     check_no_secrets(job)
     environment = load_environment(job.environment.name, base_dir=base_dir)
     check_arguments(environment, job.environment.args)
+    check_agents(job, environment)
     return environment
 
 

@@ -12,8 +12,11 @@ from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.client import Job
 from opentinker.client.messages import AdamParams
 from opentinker.client.policy import PolicyClient
+from opentinker.config.agents import TurnsConfig
 from opentinker.config.algorithms import GRPOConfig, PolicyGradient, PPOConfig
+from opentinker.config.base import parse_config
 from opentinker.config.job import (
+    AgentConfig,
     EnvironmentConfig,
     EvaluationConfig,
     InteractiveJobConfig,
@@ -39,7 +42,10 @@ from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.tasks import Split, TaskSource, task_source
 from opentinker.errors import ConfigError
+from opentinker.multiagent.environment import MultiAgentEnvironment
 from opentinker.rendering.supervised import LossOn
+from opentinker.training.agents import AgentsLoop, check_agents
+from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.metrics import Row, summarize
 from opentinker.training.preference import PreferenceLoop
 from opentinker.training.preference_report import render_preference_report, summarize_preference
@@ -215,6 +221,73 @@ class RLTrainer(_Trainer[RLLoop]):
             sources=self._sources,
             advantages=self._given_advantages,
         )
+
+
+class MultiAgentTrainer(_Trainer[AgentsLoop]):
+    """Trains the policies of several agents, all on the server of an interactive job, on an environment for several agents that
+    runs in this process.
+
+    `agents` says who plays which seat, by the names of the environment's agents; `AgentConfig()` is a policy of its own. The
+    first agent that learns has the job's own policy, so the job has its adapter, and room for the others':
+
+        job = client.create_job(base_model="smollm2-135m", lora=LoraConfig(rank=16), engine=EngineConfig(max_adapters=2))
+        trainer = MultiAgentTrainer(job, "gomoku_duel", {"black": AgentConfig(), "white": AgentConfig()})
+        trainer.fit(steps=50)
+
+    Metrics, transcripts and report.html go to `run_dir` (default: runs/<job id>).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        environment: type[MultiAgentEnvironment] | str,
+        agents: Mapping[str, AgentConfig],
+        algorithm: PolicyGradient | None = None,
+        *,
+        environment_args: dict[str, Any] | None = None,
+        train_tasks: TaskSource | Sequence[Any] | None = None,
+        held_out_tasks: TaskSource | Sequence[Any] | None = None,
+        optimizer: AdamParams | None = None,
+        sampling: SamplingConfig | None = None,
+        rollout: RolloutConfig | None = None,
+        turns: TurnsConfig | None = None,
+        evaluation: EvaluationConfig | None = None,
+        seed: int = 0,
+        run_dir: str | Path | None = None,
+        progress: bool = True,
+    ) -> None:
+        """Tasks given here replace the environment's own. `algorithm`, `optimizer` and `sampling` are those of agents that have
+        none of their own.
+
+        Raises: EnvironmentLoadError, ConfigError.
+        """
+        self._environment = load_environment(environment)
+        check_arguments(self._environment, environment_args or {})
+        name = environment if isinstance(environment, str) else environment.__name__
+        config = parse_config(
+            RLJobConfig,
+            _hosted(job)
+            | {
+                "environment": EnvironmentConfig(name=name, args=environment_args or {}),
+                "agents": {agent: config.model_dump() for agent, config in agents.items()},
+                "algorithm": (algorithm or GRPOConfig()).model_dump(),
+                "sampling": sampling or SamplingConfig(),
+                "rollout": rollout or RolloutConfig(),
+                "turns": turns or TurnsConfig(),
+                "evaluation": evaluation or EvaluationConfig(),
+                "training": RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
+            },
+        )
+        check_agents(config, self._environment)
+        given: dict[Split, TaskSource | Sequence[Any] | None] = {"train": train_tasks, "held_out": held_out_tasks}
+        self._sources = {split: task_source(tasks) for split, tasks in given.items() if tasks is not None}
+        self._agents_config = config
+        super().__init__(
+            job, config, run_dir=run_dir, progress=progress, summarize=summarize_agents, render=render_agents_report
+        )
+
+    async def _connect(self, policy: PolicyClient) -> AgentsLoop:
+        return await AgentsLoop.connect(self._agents_config, self._environment, policy, self._recorder, sources=self._sources)
 
 
 class SFTTrainer(_Trainer[SFTLoop]):

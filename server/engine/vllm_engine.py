@@ -1,7 +1,8 @@
 """vLLM in this process: its scheduler and kernels, stepped by the caller's thread."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +25,15 @@ from opentinker.client.messages import (
 )
 from opentinker.config.job import EngineConfig, LoraConfig
 from opentinker.errors import ConfigError, EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
+from opentinker.server.buckets import Bucket, BucketAck, Ledger, merged
+from opentinker.server.carriers import Payload, SharedCarrier, SharedPayload
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed
+from opentinker.server.engine.sleeping import Event, Sleeper
+from opentinker.server.engine.vllm_update import begin_update, finish_update, replace_weights, take_bucket
 from opentinker.server.images import ImageStore, decode
+from opentinker.server.sending import BucketSender
 from opentinker.server.vision import auto_class, language_prefix
 
 T = TypeVar("T")
@@ -60,8 +66,10 @@ class VllmEngine:
         lora: LoraConfig | None = None,
         stop_token_ids: Sequence[int] = (),
         images: ImageStore | None = None,
+        sleeps: bool = False,
     ) -> None:
         """Load the model; `lora` is given if vLLM's own adapter serving is wanted; `images` are those that requests may name.
+        With `sleeps` it can give its memory up; see `sleeper`.
 
         Raises:
             EngineError: vLLM cannot start with this model and these limits.
@@ -83,6 +91,15 @@ class VllmEngine:
             }
         else:
             arguments["gpu_memory_utilization"] = config.memory_fraction
+        if config.tensor_parallel > 1:
+            arguments |= {"tensor_parallel_size": config.tensor_parallel, "distributed_executor_backend": "mp"}
+            if current_platform.is_cpu():
+                # vLLM would give each rank a NUMA node of its own, and refuse to start where there are fewer.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+                if config.enforce_eager:
+                    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in the ranks' processes, as `_compilation` is in this one
+        if sleeps:
+            arguments["enable_sleep_mode"] = True
         if images is not None:
             arguments["mm_processor_cache_gb"] = 0  # what it would hold, the store holds
         if lora is not None:
@@ -127,6 +144,11 @@ class VllmEngine:
         self._ended: list[SampleResult] = []
         """Ended while prompts were scored; the next step hands them out."""
         self._added = 0
+        self._ranks = config.tensor_parallel
+        self.sleeper = Sleeper(self, torch.cuda.empty_cache) if sleeps else None
+        """Has the engine give its memory up, if it was started for that."""
+        self._bucket_bytes = config.bucket_mib << 20
+        self._relay = SharedCarrier() if self._ranks > 1 else None
         self._broken = False
         self._closed = False
 
@@ -144,6 +166,8 @@ class VllmEngine:
     def _add(self, request: SampleRequest, adapter: AdapterId | None) -> int:
         """The key that the request goes by here."""
         self._require_whole()
+        if self.sleeper is not None:
+            self.sleeper.require_awake()
         served = self._held(adapter)
         params = effective_params(
             request,
@@ -296,22 +320,82 @@ class VllmEngine:
             raise
         return [found[number] for number in range(len(prompts))]
 
+    def suspend(self, level: int) -> None:
+        """Give the GPU's memory up; `sleeper` knows when."""
+        self._engine.sleep(level)
+
+    def resume(self, tags: tuple[str, ...]) -> None:
+        """Get memory of these kinds back."""
+        self._engine.wake_up(list(tags))
+
+    def _tell(self, event: Event) -> None:
+        if self.sleeper is not None:
+            self.sleeper.tell(event)
+
+    @property
+    def ranks(self) -> int:
+        return self._ranks
+
     def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
         """See `RolloutEngine`.
 
         Raises:
             WeightSyncError: vLLM does not take one of the tensors; the engine cannot be used any more.
         """
+        if self._ranks > 1:
+            return self._update_in_buckets(weights, version)
         self._require_idle("take weights")
         # vLLM takes its layers apart while it reloads, and cannot put them together again after an error.
+        self._tell(Event.BEGIN_UPDATE)
         self._broken = True
-        ack = self._on_worker(_replace_weights, weights)
+        try:
+            (ack,) = self._on_workers(replace_weights, weights)
+        except BaseException:
+            self._tell(Event.UPDATE_FAILED)
+            raise
+        self._updated(version)
+        return ack
+
+    def _update_in_buckets(self, weights: NamedTensors, version: int) -> WeightAck:
+        """Give weights to ranks that are processes of their own."""
+        ledger, carriers = Ledger(0, self._ranks), [SharedCarrier()]
+
+        def take(bucket: Bucket, payload: Payload) -> Future[Sequence[BucketAck]]:
+            answer = Future[Sequence[BucketAck]]()
+            answer.set_result(self.take_bucket(bucket, payload))
+            return answer
+
+        try:
+            self.begin_update(ledger.update)
+            BucketSender(ledger, carriers, take, bucket_bytes=self._bucket_bytes).send(weights)
+            return ledger.close(self.finish_update(version, ledger.counts))
+        finally:
+            carriers[0].close()
+
+    def begin_update(self, update: int) -> None:
+        self._require_idle("take weights")
+        self._broken = True
+        self._on_workers(begin_update, update)
+
+    def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
+        if self._relay is not None and not isinstance(payload, SharedPayload):
+            # It came from another machine: once from here on, and not once for each rank.
+            self._relay.room(bucket.nbytes).copy_(payload.open()[: bucket.nbytes])
+            payload = self._relay.payload(bucket.nbytes)
+        return self._on_workers(take_bucket, bucket, payload)
+
+    def finish_update(self, version: int, counts: Mapping[int, int]) -> Sequence[WeightAck]:
+        acks = self._on_workers(finish_update, dict(counts))
+        self._updated(version)
+        return acks
+
+    def _updated(self, version: int) -> None:
+        self._tell(Event.UPDATED)
         self._broken = False
         for held in list(self._adapters):
             self.drop_adapter(held)
         self._drop_cache()
         self._version = version
-        return ack
 
     def update_adapter(self, adapter: LoraTensors, at: AdapterId) -> WeightAck:
         if not self._serves_adapters:
@@ -327,13 +411,13 @@ class VllmEngine:
         self.drop_adapter(at)
         # Ids and names are never used twice: vLLM's caches of keys and values know an adapter by them.
         number = self._adapters_served = self._adapters_served + 1
-        ack = self._on_worker(_add_adapter, adapter, number)
+        ack = merged(self._on_workers(_add_adapter, adapter, number))
         self._adapters[at] = LoRARequest(f"adapter-{number}", number, lora_path="in memory")
         return ack
 
     def drop_adapter(self, at: AdapterId) -> None:
         if (served := self._adapters.pop(at, None)) is not None:
-            self._on_worker(_remove_adapter, served.lora_int_id)
+            self._on_workers(_remove_adapter, served.lora_int_id)
 
     def close(self) -> None:
         if self._closed:
@@ -341,8 +425,11 @@ class VllmEngine:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self._closed = True
+        self._tell(Event.CLOSE)
         self.abort_all()
         self._engine.engine_core.shutdown()
+        if self._relay is not None:
+            self._relay.close()
         del self._engine
         cleanup_dist_env_and_memory()
 
@@ -367,7 +454,8 @@ class VllmEngine:
         if self._images is not None:
             self._engine.reset_encoder_cache()
 
-    def _on_worker(self, function: Callable[..., T], *arguments: Any) -> T:
+    def _on_workers(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """What the function, of a vLLM worker and the arguments, returns on each rank."""
         from vllm.exceptions import VLLMError
 
         try:
@@ -376,7 +464,7 @@ class VllmEngine:
             raise
         except (VLLMError, ValueError, RuntimeError, KeyError, AssertionError, AttributeError) as error:
             raise WeightSyncError(f"vLLM does not take these tensors: {error}") from error
-        return answers[0]
+        return answers
 
 
 def _prepare_environment() -> None:
@@ -421,62 +509,6 @@ def _vllm_params(params: SamplingParams, index: int, *, prompt_logprobs: bool) -
         detokenize=bool(params.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _replace_weights(worker: Any, weights: NamedTensors) -> WeightAck:
-    """Runs on the vLLM worker: write `weights` into its model in place."""
-    model = worker.get_model()
-    # Adapter serving wraps layers; the loader knows their parameters by the unwrapped names.
-    expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
-    tied = bool(worker.model_runner.model_config.hf_text_config.tie_word_embeddings)
-    if tied:
-        expected.add(_HEAD)
-    digests: dict[str, str] = {}
-    reported: set[str] = set()
-    load = model.load_weights
-
-    def load_and_note(stream: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
-        reported.update(load(stream))
-        return reported
-
-    # `reload_weights` logs what the loader wrote instead of returning it.
-    model.load_weights = load_and_note
-    try:
-        worker.reload_weights(weights_iterator=_received(weights, digests, tied=tied))
-    finally:
-        del model.load_weights
-    packed = getattr(model, "packed_modules_mapping", {})
-    written = {name for name in reported if all(part in digests for part in _parts(name, packed))}
-    return WeightAck(digests, frozenset(written), frozenset(expected))
-
-
-_HEAD = "lm_head.weight"
-_EMBEDDING = "embed_tokens.weight"
-
-
-def _received(weights: NamedTensors, digests: dict[str, str], *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream with its digests noted. A tied head is written with its embedding: on CPU vLLM keeps a repacked copy of
-    it, which would stay stale."""
-    embedding = ""
-    for name, tensor in weights:
-        digests[name] = tensor_digest(tensor)
-        if tied and name == _HEAD:
-            continue
-        # vLLM gathers a fused layer's parts before it writes; the sender may reuse its buffer meanwhile.
-        copied = tensor.detach().clone()
-        yield name, copied
-        if tied and name.endswith(_EMBEDDING):
-            embedding = name
-            yield _HEAD, copied
-    if tied and embedding and digests.setdefault(_HEAD, digests[embedding]) != digests[embedding]:
-        raise WeightSyncError("the model ties its head to its embedding, but the two tensors that arrived differ")
-
-
-def _parts(name: str, packed: dict[str, list[str]]) -> list[str]:
-    """The Hugging Face names that make up an engine parameter."""
-    module, _, leaf = name.rpartition(".")
-    parent, _, last = module.rpartition(".")
-    return [f"{parent}.{part}.{leaf}" for part in packed[last]] if last in packed else []
 
 
 def _add_adapter(worker: Any, adapter: LoraTensors, number: int) -> WeightAck:

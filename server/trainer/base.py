@@ -92,6 +92,10 @@ class Trainer(Protocol):
         """Whether it can be published and sampled from: it has no scalar head."""
         ...
 
+    def close(self) -> None:
+        """End what it started; idempotent. Nothing else is called after it."""
+        ...
+
     def save(
         self,
         policy: str,

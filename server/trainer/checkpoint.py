@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from opentinker.checkpoint_files import FORMAT, digest, manifest_text, proved_state
 from opentinker.checkpoints import MANIFEST, STATE
 from opentinker.errors import CheckpointError
+from opentinker.server.trainer.gathered import Gathered, stream_tensors
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -120,6 +121,9 @@ def _sync(path: Path) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """A safetensors file that transformers and peft read."""
+    if isinstance(tensors, Gathered):
+        stream_tensors(path, tensors)
+        return
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 

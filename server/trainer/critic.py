@@ -1,10 +1,11 @@
 """The critic of a policy: what PPO's baseline comes from."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from opentinker.config.job import LoraConfig
 from opentinker.server.trainer import checkpoint, lora
@@ -23,15 +24,27 @@ class Critic:
     It shares no trained weight with the policy, so neither moves the other.
     """
 
-    def __init__(self, base: PackedModel, current: lora.AdapterPass, policy: str, config: LoraConfig, seed: int) -> None:
-        """Raises: ConfigError when the adapter's config fits no layer."""
+    def __init__(
+        self,
+        base: PackedModel,
+        current: lora.AdapterPass,
+        policy: str,
+        config: LoraConfig,
+        seed: int,
+        optimize: Callable[[str, Mapping[str, nn.Parameter]], MasterOptimizer],
+    ) -> None:
+        """`optimize` makes the optimizer of parameters, under a name of its own.
+
+        Raises:
+            ConfigError: the adapter's config fits no layer.
+        """
         self.config = config
         self._base, self._current = base, current
         self._name = f"critic of {policy}"
         self._head = ScalarHead(base.hidden_size, base.device, bias=True)
         names, self.targets = lora.resolve_targets(base.model, base.config, config)
         adapter = lora.add_adapters(base.model, names, current, self._name, config, seed)
-        self.optimizer = MasterOptimizer({**adapter, **self._head.parameters()})
+        self.optimizer = optimize(self._name, {**adapter, **self._head.parameters()})
 
     def values(self, pack: Pack) -> torch.Tensor:
         """V(s) before each weighted target of the pack is sampled, float32[N], differentiable in the critic's weights."""
@@ -53,7 +66,7 @@ class Critic:
         Raises:
             CheckpointError: it has other tensors; nothing was changed.
         """
-        tensors = checkpoint.read_tensors(folder / CRITIC, self.optimizer.state())
+        tensors = checkpoint.read_tensors(folder / CRITIC, self.optimizer.like())
         self.optimizer.load_state(tensors, int(state["critic_step"]))
         self.optimizer.load_progress(state.get("critic_progress", {}))
 

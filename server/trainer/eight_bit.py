@@ -81,8 +81,8 @@ class EightBitOptimizer(MasterOptimizer):
             mean.put(exp_avg)
             root.put(exp_avg_sq.sqrt_())
 
-    def state(self) -> dict[str, torch.Tensor]:
-        state = dict(super().state())
+    def held(self) -> dict[str, torch.Tensor]:
+        state = super().held()
         for part, kept in (("exp_avg", self._means), ("exp_avg_sq_root", self._roots)):
             for name, quantized in kept.items():
                 state |= {f"{part}/{name}": quantized.codes, f"{part}_scale/{name}": quantized.scales}

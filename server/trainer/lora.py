@@ -234,10 +234,10 @@ def remove_adapters(model: nn.Module, policy: str) -> None:
             layer.adapters.pop(policy, None)
 
 
-def merged_weight(layer: LoraLinear, policy: str) -> torch.Tensor:
+def merged_weight(weight: torch.Tensor, layer: LoraLinear, policy: str) -> torch.Tensor:
     """The layer's weight with the policy's adapter in it; see `merge`."""
     adapter = layer.adapters[policy]
-    return merge(layer.base.weight.detach(), adapter.A.detach(), adapter.B.detach(), adapter.scale)
+    return merge(weight, adapter.A.detach(), adapter.B.detach(), adapter.scale)
 
 
 def merge(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float) -> torch.Tensor:

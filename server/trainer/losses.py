@@ -53,7 +53,10 @@ def check_arrays(data: Sequence[Datum], loss: LossConfig) -> None:
     for index, datum in enumerate(data):
         for name in needed:
             if name not in datum.arrays:
-                raise InvalidRequestError(f"datum {index} has no '{name}', which the loss '{loss.name}' needs")
+                raise InvalidRequestError(
+                    f"datum {index} has no '{name}', which the loss '{loss.name}' needs",
+                    hint=f"it needs {', '.join(('weights', *needed))}",
+                )
         if loss.name not in _WITHOUT_RATIO and loss.anchor != "proximal" and "proximal_logprobs" in datum.arrays:
             raise InvalidRequestError(
                 f"datum {index} has 'proximal_logprobs', which the loss '{loss.name}' does not use",
@@ -61,7 +64,10 @@ def check_arrays(data: Sequence[Datum], loss: LossConfig) -> None:
             )
         for name in needed:
             if name.endswith("_logprobs") and (datum.arrays[name][datum.weights != 0] > 0).any():
-                raise InvalidRequestError(f"datum {index} has positive {name}: they are not logprobs")
+                raise InvalidRequestError(
+                    f"datum {index} has positive {name}: they are not logprobs",
+                    hint="a logprob is the log of a probability, 0 or less; send what `sample` or `forward` gave",
+                )
 
 
 def token_loss(

@@ -88,9 +88,14 @@ class PackedModel:
         for index, datum in enumerate(data):
             for name, tokens in (("tokens", datum.tokens), ("targets", datum.targets)):
                 if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocabulary:
-                    raise InvalidRequestError(f"datum {index}: {name} are outside the vocabulary of {self.vocabulary} tokens")
+                    raise InvalidRequestError(
+                        f"datum {index}: {name} are outside the vocabulary of {self.vocabulary} tokens",
+                        hint="take the tokenizer of this server's model: GET /v1/tokenizer",
+                    )
             if longest is not None and len(datum) > longest:
-                raise InvalidRequestError(f"datum {index} has {len(datum)} tokens, the model takes {longest}")
+                raise InvalidRequestError(
+                    f"datum {index} has {len(datum)} tokens, the model takes {longest}", hint="shorten it, or leave it out"
+                )
 
     def logprobs(
         self, pack: Pack, targets_N: IntArray, temperature: float, head_grad_VH: torch.Tensor | None = None

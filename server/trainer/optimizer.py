@@ -26,9 +26,7 @@ class MasterOptimizer:
         self.step_count = 0
         self.loss_scale = LossScale() if any(p.dtype == torch.float16 for p in self.parameters.values()) else None
         """Of float16: whoever computes gradients computes them so many times as large."""
-        self.masters = {
-            name: p.detach() if p.dtype == torch.float32 else p.detach().float() for name, p in self.parameters.items()
-        }
+        self.masters = {name: self._own(p.detach()).float() for name, p in self.parameters.items()}
         kept = {name: master for name, master in self.masters.items() if self._keeps_float(master)}
         self.exp_avg = {name: torch.zeros_like(master) for name, master in kept.items()}
         self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in kept.items()}
@@ -53,9 +51,13 @@ class MasterOptimizer:
         for hook in self._hooks:
             hook.remove()
 
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter's values, or of anything of its shape, whose state is kept here: all of it."""
+        return tensor
+
     def _accumulate(self, name: str, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
+        assert parameter.grad is not None
+        gradient = self._collected(parameter.grad)
         parameter.grad = None
         if gradient.is_sparse or name in self._filled:
             self.gradient(name).add_(gradient)
@@ -65,13 +67,20 @@ class MasterOptimizer:
             self._gradients[name] = gradient.float()
         self._filled.add(name)
 
+    def _collected(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What a backward pass left at a parameter, as it is added up here."""
+        return gradient
+
+    def _no_gradient(self, name: str) -> torch.Tensor:
+        return torch.zeros_like(self.masters[name])
+
     def gradient(self, name: str) -> torch.Tensor:
         """A parameter's accumulated gradient, float32, to add to in place; zeros if there is none yet."""
         if name not in self._filled:
             if name in self._gradients:
                 self._gradients[name].zero_()
             else:
-                self._gradients[name] = torch.zeros_like(self.masters[name])
+                self._gradients[name] = self._no_gradient(name)
             self._filled.add(name)
         return self._gradients[name]
 
@@ -124,11 +133,11 @@ class MasterOptimizer:
             TrainerError: the norm is not finite; the weights and the optimizer state stay as they are.
         """
         names = list(self.parameters)
-        gradients = [self.gradient(name) for name in names]
+        gradients = self._take_gradients(names)
         self.clear_gradients()
         if self.loss_scale is not None:
             torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
-        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
+        norm = self._norm(gradients)
         if not norm < float("inf"):
             if self.loss_scale is not None and self.loss_scale.overflowed():
                 return 0.0
@@ -181,34 +190,53 @@ class MasterOptimizer:
             weight_decay=params.weight_decay,
         )
 
+    def _take_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """The gradients of the masters."""
+        return [self.gradient(name) for name in names]
+
+    def _norm(self, gradients: Sequence[torch.Tensor]) -> float:
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))).double()))
+
     def _publish_masters(self) -> None:
         torch._foreach_copy_([p.detach() for p in self.parameters.values()], list(self.masters.values()))
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Masters and moments by name: what `load_state` takes, with `step_count`, to continue bit for bit."""
+    def held(self) -> dict[str, torch.Tensor]:
+        """Masters and moments by name, or what is kept here of them."""
         parts = {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Masters and moments by name: what `load_state` takes, with `step_count`, to continue bit for bit."""
+        return self.held()
+
+    def like(self) -> dict[str, torch.Tensor]:
+        """Tensors of the names, shapes and dtypes of `state`."""
+        return self.held()
+
     def weights(self) -> dict[str, torch.Tensor]:
-        """The part of `state` that `start_from` takes."""
-        return {f"master/{name}": master for name, master in self.masters.items()}
+        """The part of `like` that `start_from` takes."""
+        return {key: tensor for key, tensor in self.like().items() if key.startswith("master/")}
 
     @torch.no_grad()
     def start_from(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Begin anew at the `weights` of a state of the same names and shapes: no moments, step 0, no gradients."""
-        for key, tensor in self.state().items():
-            tensor.copy_(weights[key]) if key in weights else tensor.zero_()
+        for key, tensor in self.held().items():
+            tensor.copy_(self._own(weights[key])) if key in weights else tensor.zero_()
         self.step_count = 0
         if self.loss_scale is not None:
             self.loss_scale.restart()
         self.clear_gradients()
-        self._publish_masters()
+        self._publish_state(weights)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, torch.Tensor], step_count: int) -> None:
         """Continue from a `state` of the same names and shapes. Accumulated gradients are dropped."""
-        for key, tensor in self.state().items():
-            tensor.copy_(state[key])
+        for key, tensor in self.held().items():
+            tensor.copy_(self._own(state[key]))
         self.step_count = step_count
         self.clear_gradients()
+        self._publish_state(state)
+
+    def _publish_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """`_publish_masters`, which are those of this state; where it has none, they are zero."""
         self._publish_masters()

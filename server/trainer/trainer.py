@@ -43,6 +43,9 @@ from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, class
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and config files of a model directory, which a full checkpoint carries along."""
 
+NO_METRICS = {"tokens": 0.0, "loss_sum": 0.0}
+"""The metrics of no data."""
+
 
 @dataclass(frozen=True)
 class _Policy:
@@ -79,10 +82,10 @@ class TorchTrainer:
         self._images = images
         self._adapter_pass = lora.AdapterPass()
         self._policies: dict[str, _Policy] = {}
+        self._base: str | None = None
         self._model = self._load_base()
         self._budget = MemoryBudget(config)
         self._size = ModelSize.of(self._model, recomputes=config.activation_checkpointing)
-        self._base: str | None = None
         self._reference: PackedModel | None = None
         """The base model once more, when a full-parameter policy, which trains `_model`, has been compared with it."""
 
@@ -110,8 +113,10 @@ class TorchTrainer:
         critic_config = None if spec.critic is None else parse_config(LoraConfig, spec.critic)
         head = ScalarHead(self._model.hidden_size, self._device, bias=False) if spec.head == "scalar" else None
         if spec.lora is None:
+            if self._config.ranks == 1:  # of several, each keeps a part
+                self._budget.check_state(self._model.trainable().values(), self._device)
+            self._before_full(self._model)
             parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
-            self._budget.check_state(parameters.values(), self._device)
             self._policies[policy] = _Policy(self._optimizer(policy, parameters), None, (), head)
         else:
             config = parse_config(LoraConfig, spec.lora)
@@ -122,11 +127,15 @@ class TorchTrainer:
         if critic_config is None:
             return
         try:
-            critic = Critic(self._base_of(policy), self._adapter_pass, policy, critic_config, spec.seed + 1)
+            base = self._base_of(policy)
+            critic = Critic(base, self._adapter_pass, policy, critic_config, spec.seed + 1, self._optimizer)
         except Exception:
             self.delete_policy(policy)
             raise
         self._policies[policy] = replace(self._policies[policy], critic=critic)
+
+    def _before_full(self, model: PackedModel) -> None:
+        """A model is about to be trained in all its parameters, or was loaded beside one that is."""
 
     def _optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> MasterOptimizer:
         return (EightBitOptimizer if self._config.optimizer == "adamw_8bit" else MasterOptimizer)(parameters)
@@ -150,6 +159,9 @@ class TorchTrainer:
 
     def samples(self, policy: str) -> bool:
         return self._get(policy).head is None
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
 
     @memory_explained()
     @torch.no_grad()
@@ -175,8 +187,20 @@ class TorchTrainer:
                 hint="ask for 'values'",
             )
         self._model.check_tokens(data)
-        scores = {name: [np.zeros(len(datum), np.float32) for datum in data] for name in compute}
-        for pack in self._packs(policy, data, scalar="values" in compute, trains=False):
+        return self._score(policy, data, compute, temperature)
+
+    def _score(
+        self, policy: str, data: Sequence[Datum], compute: Sequence[TokenScore], temperature: float
+    ) -> dict[TokenScore, list[FloatArray]]:
+        return self._score_packs(
+            policy, data, self._packs(policy, data, scalar="values" in compute, trains=False), compute, temperature
+        )
+
+    def _score_packs(
+        self, policy: str, data: Sequence[Datum], packs: Sequence[Pack], compute: Sequence[TokenScore], temperature: float
+    ) -> dict[TokenScore, list[FloatArray]]:
+        scores = {name: zeros(data) for name in compute}
+        for pack in packs:
             for name, score_N in self._scores(policy, data, pack, compute, temperature).items():
                 _scatter(pack, score_N, scores[name])
         return scores
@@ -190,8 +214,7 @@ class TorchTrainer:
         self._trained_by(policy, loss)
         self._model.check_tokens(data)
         check_arrays(data, loss)
-        together = 2 if loss.name in PAIR_LOSSES else 1
-        return self._packs(policy, data, scalar=loss.name in SCALAR_LOSSES, trains=True, together=together)
+        return self._packs(policy, data, scalar=loss.name in SCALAR_LOSSES, trains=True, together=looked_at_together(loss))
 
     @memory_explained()
     def forward_backward(self, policy: str, data: Sequence[Datum], loss: LossConfig, factor: float) -> ForwardBackwardResult:
@@ -203,27 +226,39 @@ class TorchTrainer:
             TooLargeError: a datum, or a pair, takes more memory than there is.
             TrainerError: the loss is not finite, or memory ran out all the same.
         """
-        scalar, full = loss.name in SCALAR_LOSSES, not self.is_lora(policy)
         optimizer = self._trained_by(policy, loss)
         packs = self._checked_packs(policy, data, loss)
-        scores = [np.zeros(len(datum), np.float32) for datum in data]
-        metrics = []
+        scores = zeros(data)
         with optimizer.all_or_nothing():
-            for pack in packs:
-                if scalar:
-                    scores_N, entropies_N = self._values(policy, pack), None
-                else:
-                    head_grad = optimizer.gradient(self._model.head_name) if full else None
-                    scores_N, entropies_N = self._logprobs(policy, data, pack, loss, head_grad)
-                sequence_N = torch.from_numpy(pack.data_N.astype(np.int64)).to(self._device)
-                total, part = token_loss(loss, scores_N, self._arrays(data, pack), sequence_N, entropies_N)
-                if not np.isfinite(part["loss_sum"] * factor):
-                    raise TrainerError(f"the loss is {part['loss_sum']}; no gradient was added")
-                optimizer.scaled(total * factor).backward()  # type: ignore[no-untyped-call]
-                _scatter(pack, scores_N.detach(), scores)
-                metrics.append(part)
-        merged = merge_metrics([{"tokens": 0.0, "loss_sum": 0.0}, *metrics])
+            metrics = [self._train_pack(policy, data, pack, loss, factor, scores) for pack in packs]
+        merged = merge_metrics([NO_METRICS, *metrics])
         return ForwardBackwardResult(factor * merged["loss_sum"], scores, merged)
+
+    def _train_pack(
+        self, policy: str, data: Sequence[Datum], pack: Pack, loss: LossConfig, factor: float, scores: list[FloatArray]
+    ) -> dict[str, float]:
+        """Add the gradient of one pack's loss; its metrics. What the loss saw is put into `scores`.
+
+        Raises:
+            TrainerError: the loss is not finite.
+        """
+        if loss.name in SCALAR_LOSSES:
+            scores_N, entropies_N = self._values(policy, pack), None
+        else:
+            full = not self.is_lora(policy)
+            head_grad = self._get(policy).optimizer.gradient(self._model.head_name) if full else None
+            scores_N, entropies_N = self._logprobs(policy, data, pack, loss, head_grad)
+        sequence_N = torch.from_numpy(pack.data_N.astype(np.int64)).to(self._device)
+        total, metrics = token_loss(loss, scores_N, self._arrays(data, pack), sequence_N, entropies_N)
+        self._check_loss(metrics["loss_sum"], factor)
+        self._trained_by(policy, loss).scaled(total * factor).backward()  # type: ignore[no-untyped-call]
+        _scatter(pack, scores_N.detach(), scores)
+        return metrics
+
+    def _check_loss(self, loss_sum: float, factor: float) -> None:
+        """Raises: TrainerError when the loss is not finite."""
+        if not np.isfinite(loss_sum * factor):
+            raise TrainerError(f"the loss is {loss_sum}; no gradient was added")
 
     def _packs(self, policy: str, data: Sequence[Datum], *, scalar: bool, trains: bool, together: int = 1) -> list[Pack]:
         """Packs of the data whose passes fit into memory; see `MemoryBudget.packs`."""
@@ -256,9 +291,14 @@ class TorchTrainer:
     def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
         self._check_samples(policy)
         adapted = self._adapted_layers(policy) if self.is_lora(policy) else {}
-        for name, parameter in self._model.names.items():
+        for name, tensor in self._whole(self._model.names).items():
             layer = adapted.get(name)
-            yield name, parameter.detach() if layer is None else lora.merged_weight(layer, policy)
+            weight = tensor.detach()
+            yield name, weight if layer is None else lora.merged_weight(weight, layer, policy)
+
+    def _whole(self, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.Tensor]:
+        """The parameters as full tensors; each is valid until the next one is asked for."""
+        return parameters
 
     def adapter(self, policy: str) -> LoraTensors:
         """See `Trainer`.
@@ -296,7 +336,7 @@ class TorchTrainer:
                         shutil.copyfile(path, folder / path.name)
             config = self._model.config if state.head is None else classifier_config(self._model.config)
             config.save_pretrained(folder)
-            checkpoint.write_tensors(folder / "model.safetensors", state.optimizer.parameters)
+            checkpoint.write_tensors(folder / "model.safetensors", self._whole(state.optimizer.parameters))
         else:
             adapter = lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
             lora.save_peft(folder, adapter, str(self._model_dir), classifier=state.head is not None)
@@ -327,7 +367,7 @@ class TorchTrainer:
                 state.critic.start_from(folder)
             state.optimizer.start_from(weights)
             return
-        tensors = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
+        tensors = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.like())
         if state.critic is not None:
             state.critic.load(folder, found)
         state.optimizer.load_state(tensors, int(found["step"]))
@@ -424,7 +464,9 @@ class TorchTrainer:
         if self.is_lora(policy):
             return self._model
         if self._reference is None:
-            self._reference = self._load_base()
+            reference = self._load_base()
+            self._before_full(reference)
+            self._reference = reference
         return self._reference
 
     def _logprobs(
@@ -463,6 +505,16 @@ class TorchTrainer:
 def _targets(data: Sequence[Datum], pack: Pack) -> IntArray:
     """The pack's weighted targets, int32[N]."""
     return np.array([data[d].targets[t] for d, t in zip(pack.data_N, pack.steps_N, strict=True)], np.int32)
+
+
+def looked_at_together(loss: LossConfig) -> int:
+    """How many consecutive data a loss compares with each other."""
+    return 2 if loss.name in PAIR_LOSSES else 1
+
+
+def zeros(data: Sequence[Datum]) -> list[FloatArray]:
+    """An entry for each target, float32[T] per datum."""
+    return [np.zeros(len(datum), np.float32) for datum in data]
 
 
 def _scatter(pack: Pack, scores_N: torch.Tensor, out: list[FloatArray]) -> None:

@@ -1,9 +1,12 @@
 """Kill a run with SIGKILL at random moments, let it resume, and compare with a run that was never interrupted, bit for bit.
 
 Usage: python tests/scenarios/exact_resume.py [--runs 4] [--steps 6] [--kinds lora full sft] [--seed 0]
+       ... --kinds vllm-lora vllm-full      on vLLM: one run records its samples, all others are given them
+       ... --on-ray [--kill worker driver]  as a submitted job on a cluster; only the one process is killed
 Server and driver live in one process, which is killed as a whole; what goes on is a new server and a new driver on the run's
-folder. The engine is the transformers one with `deterministic`, the environment answers after random pauses, so that nothing
-may depend on the order of arrival. The last line says how far apart the parameters and moments of the two final checkpoints
+folder. On a cluster the scheduler starts them anew (`scheduling.max_restarts`). The engine is the transformers one with
+`deterministic`, but for vLLM; the environment answers after random pauses, so that nothing may depend on the order of
+arrival. The last line says how far apart the parameters and moments of the two final checkpoints
 are; the exit code is 1 unless that is nothing at all.
 """
 
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +60,12 @@ class Counting(Environment):
 
 def config_of(kind: str, model: Path, steps: int) -> dict[str, Any]:
     """A job that takes a second a step or less."""
+    engine: dict[str, Any] = {"kind": "transformers", "deterministic": True, "max_model_len": 256}
+    if kind.startswith("vllm"):
+        engine = {"kind": "vllm", "max_model_len": 256, "cache_gib": 0.1}
     shared = {
         "base_model": str(model),
-        "engine": {"kind": "transformers", "deterministic": True, "max_model_len": 256},
+        "engine": engine,
         "trainer": {"dtype": "float32"},
         "training": {"steps": steps, "save_every": 2, "keep_last": 1, "seed": 3, "optimizer": {"learning_rate": 1e-2}},
     }
@@ -69,7 +76,7 @@ def config_of(kind: str, model: Path, steps: int) -> dict[str, Any]:
     return {
         **shared,
         "kind": "rl",
-        "lora": {"rank": 4} if kind == "lora" else None,
+        "lora": {"rank": 4} if kind.endswith("lora") else None,
         "environment": {"name": "counting.py:Counting"},
         "algorithm": {"group_size": 4},
         "sampling": {"max_tokens": 10},
@@ -92,18 +99,29 @@ def prepare(folder: Path) -> None:
 
 
 async def serve_and_drive(folder: Path, config: dict[str, Any], run_dir: Path, *, resume: bool) -> None:
-    """A server and its driver, to the run's end."""
+    """A server and its driver, to the run's end. On vLLM the first run records its samples, and all later ones replay them."""
+    from recorded_engine import RecordedEngine
+
     from opentinker.config.job import parse_job
     from opentinker.errors import from_problem
     from opentinker.server.front import create_app
     from opentinker.server.listener import Listener
     from opentinker.server.loading import load_parts, server_info
+    from opentinker.server.state import Parts
     from opentinker.server.worker import InProcessWorker, Worker
     from opentinker.training.run import run_rl_job, run_sft_job
 
     job = parse_job(config)
     server = job.server()
-    worker = Worker(lambda: load_parts(Path(job.base_model), server, job.lora, run_dir / "checkpoints"))
+    recording = folder / f"{'full' if job.lora is None else 'lora'}-samples.jsonl"
+
+    def build() -> Parts:
+        parts = load_parts(Path(job.base_model), server, job.lora, run_dir / "checkpoints")
+        if server.engine.kind != "vllm":
+            return parts
+        return replace(parts, engine=RecordedEngine(parts.engine, recording, replay=recording.exists()))
+
+    worker = Worker(build)
     parts = await asyncio.to_thread(worker.start, CHILD_S)
     app = create_app(InProcessWorker(worker), {"p": "secret"}, server_info(Path(job.base_model), server, parts))
     listener = Listener(app, "127.0.0.1")
@@ -176,31 +194,53 @@ def difference(one: Path, other: Path) -> float:
     return max(float(np.abs(states[0][n].astype(np.float64) - states[1][n].astype(np.float64)).max()) for n in states[0])
 
 
+def in_one_process(folder: Path, kind: str, runs: int, steps: int, rng: random.Random) -> tuple[int, float]:
+    """(how many of the runs were killed, how far the worst of them ended from one that was not)."""
+    whole, kills, worst = folder / f"{kind}-whole", 0, 0.0
+    finish(start(folder, kind, whole, steps, resume=False), whole)
+    if kind.startswith("vllm"):
+        again = folder / f"{kind}-replayed"
+        finish(start(folder, kind, again, steps, resume=False), again)
+        worst = difference(whole, again)
+        print(f"{kind} replayed from its recording: max |difference| = {worst:g}", flush=True)
+    for number in range(runs):
+        cut = folder / f"{kind}-{number}"
+        rows, pause_s = rng.randrange(1, steps), rng.uniform(0.0, 0.5)
+        killed = kill_after(start(folder, kind, cut, steps, resume=False), cut, rows, pause_s)
+        kills += killed
+        if killed:
+            finish(start(folder, kind, cut, steps, resume=True), cut)
+        apart = difference(whole, cut)
+        worst = max(worst, apart)
+        print(f"{kind} run {number}: killed {pause_s:.2f} s after row {rows}, max |difference| = {apart:g}", flush=True)
+    return kills, worst
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=4, help="interrupted runs of each kind")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--kinds", nargs="+", default=["lora", "full", "sft"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--on-ray", action="store_true", help="as jobs on a cluster of its own")
+    parser.add_argument("--kill", nargs="+", choices=["worker", "driver"], default=["worker", "driver"], help="with --on-ray")
     arguments = parser.parse_args()
-    rng, worst, kills = random.Random(arguments.seed), 0.0, 0
+    rng, worst, kills, runs = random.Random(arguments.seed), 0.0, 0, 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         for kind in arguments.kinds:
-            whole = folder / f"{kind}-whole"
-            finish(start(folder, kind, whole, arguments.steps, resume=False), whole)
-            for number in range(arguments.runs):
-                cut = folder / f"{kind}-{number}"
-                rows, pause_s = rng.randrange(1, arguments.steps), rng.uniform(0.0, 0.5)
-                killed = kill_after(start(folder, kind, cut, arguments.steps, resume=False), cut, rows, pause_s)
-                kills += killed
-                if killed:
-                    finish(start(folder, kind, cut, arguments.steps, resume=True), cut)
-                apart = difference(whole, cut)
-                worst = max(worst, apart)
-                print(f"{kind} run {number}: killed {pause_s:.2f} s after row {rows}, max |difference| = {apart:g}", flush=True)
-    runs = arguments.runs * len(arguments.kinds)
+            if arguments.on_ray:
+                from resume_on_ray import on_ray
+
+                killed, apart = on_ray(
+                    folder, config_of(kind, folder / "model", arguments.steps), arguments.kill, arguments.runs, rng
+                )
+                runs += arguments.runs * len(arguments.kill)
+            else:
+                killed, apart = in_one_process(folder, kind, arguments.runs, arguments.steps, rng)
+                runs += arguments.runs
+            kills, worst = kills + killed, max(worst, apart)
     print(f"exact resume: {kills} kill -9 in {runs} runs of {arguments.steps} steps, max |difference| = {worst:g}")
     sys.exit(worst != 0.0)
 

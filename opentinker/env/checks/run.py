@@ -16,7 +16,7 @@ from opentinker.env.checks.source import location_in, stack_line
 from opentinker.env.checks.subject import STYLES, CheckOptions, Subject
 from opentinker.env.checks.tasks import check_tasks
 from opentinker.env.environment import Environment
-from opentinker.env.load import load_environment
+from opentinker.env.load import load_for_one
 from opentinker.env.processes import SessionFactory
 from opentinker.env.stopping import raise_in_thread, stack_of
 from opentinker.env.threads import UserThreads
@@ -44,7 +44,7 @@ def check_environment(
     options = options or CheckOptions()
     report = Report(environment if isinstance(environment, str) else environment.__name__)
     try:
-        loaded = load_environment(environment, base_dir)
+        loaded = load_for_one(environment, base_dir)
     except EnvironmentLoadError as error:
         report.findings.append(Finding("loads", Mark.FAILED, error.detail, error.hint, location_in(error.detail)))
         return report

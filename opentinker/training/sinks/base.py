@@ -19,6 +19,8 @@ FAILURES = 3
 _PREFIX = {
     "step": "train",
     "evaluation": "evaluation",
+    "agents_step": "train",
+    "agents_evaluation": "evaluation",
     "sft_step": "train",
     "sft_evaluation": "evaluation",
     "preference_step": "train",

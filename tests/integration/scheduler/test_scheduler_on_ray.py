@@ -26,7 +26,7 @@ def pids_of(job: dict[str, Any]) -> list[int]:
 def test_a_server_carries_its_jobs_marker_and_complete_leaves_no_process(api: Any) -> None:
     started = time.monotonic()
     job = api.wait(api.interactive("bears-a-child"), "RUNNING")
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 30.0
     pids = pids_of(job)
     assert {job["server"]["pid"], job["server"]["front_pid"]} < set(pids)
     assert len(pids) == 3
@@ -139,7 +139,7 @@ def test_a_server_that_does_not_stop_by_itself_is_killed(api: Any) -> None:
     job = api.wait(api.interactive("deaf"), "RUNNING")
     started = time.monotonic()
     job = api.post(f"/v1/jobs/{job['id']}/cancel")
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 20.0
     assert pids_of(job) == []
 
 
@@ -319,7 +319,7 @@ def test_a_restarted_scheduler_goes_on_with_starts_and_still_can_cancel(api: Any
     for job in (driven, slow):
         assert api.post(f"/v1/jobs/{job['id']}/cancel")["state"] == "CANCELLED"
         assert pids_of(job) == []
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 30.0
     assert api.free_slots() == 2
 
 

@@ -14,9 +14,13 @@ from opentinker.client.messages import AdamParams, Datum, FloatArray, SamplingPa
 from opentinker.client.policy import PolicyClient
 from opentinker.config.job import EngineConfig, LoraConfig, ServerConfig, TrainerConfig
 from opentinker.errors import from_problem
+from opentinker.server.engine.host import EngineHost
+from opentinker.server.engine.links import LocalLink
+from opentinker.server.engine.remote import RemoteEngine
 from opentinker.server.front import create_app
+from opentinker.server.images import ImageStore
 from opentinker.server.listener import Listener
-from opentinker.server.loading import load_parts, server_info
+from opentinker.server.loading import load_engine, load_parts, server_info
 from opentinker.server.state import Parts
 from opentinker.server.worker import InProcessWorker, Worker
 
@@ -66,6 +70,7 @@ async def serving(
     root: Path,
     *,
     kind: str = "transformers",
+    max_model_len: int = 256,
     lora: LoraConfig | None = None,
     lora_serving: str = "merge",
     max_adapters: int = 1,
@@ -75,13 +80,14 @@ async def serving(
     checkpoint: str | None = None,
     policy: Mapping[str, Any] | None = None,
     change: Callable[[Parts], Parts] = lambda parts: parts,
+    layout: str = "colocated",
 ) -> AsyncIterator[Server]:
     config = ServerConfig(
         base_model=str(model_dir),
         engine=EngineConfig.model_validate(
             {
                 "kind": kind,
-                "max_model_len": 256,
+                "max_model_len": max_model_len,
                 "max_num_seqs": 16,
                 "cache_gib": 0.1,
                 "lora_serving": lora_serving,
@@ -91,7 +97,14 @@ async def serving(
         dtype="float32",
         trainer=TrainerConfig(dtype="float32") if trains else None,
     )
-    worker = Worker(lambda: change(load_parts(model_dir, config, lora, root)))
+    host = EngineHost(lambda: load_engine(model_dir, config, lora)) if layout == "split" else None
+
+    def connect(images: ImageStore | None) -> RemoteEngine:
+        assert host is not None
+        # Small buckets: also a tiny model then has several.
+        return RemoteEngine(LocalLink(host), host.start(START_S), images=images, bucket_bytes=50_000)
+
+    worker = Worker(lambda: change(load_parts(model_dir, config, lora, root, None if host is None else connect)))
     parts = await asyncio.to_thread(worker.start, START_S)
     app = create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts))
     listener = Listener(app, "127.0.0.1")
@@ -114,3 +127,5 @@ async def serving(
         await client.close()
         await listener.stop()
         await asyncio.to_thread(worker.stop)
+        if host is not None:
+            await asyncio.to_thread(host.stop)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_tools import make_data, make_trainer, plain_logprobs
+from trainer_tools import assert_same, everything, make_data, make_trainer, plain_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opentinker.client.messages import AdamParams, LossConfig, PolicySpec
@@ -28,10 +28,14 @@ def saved(model_dir: Path, folder: Path, lora: dict[str, Any] | None) -> TorchTr
     trainer = make_trainer(model_dir)
     trainer.create_policy("p", PolicySpec(lora=lora, seed=7))
     for step in range(3):
-        trainer.forward_backward("p", make_data(seed=step), LossConfig(name="ppo"), 0.1)
-        trainer.optim_step("p", AdamParams(learning_rate=1e-2))
+        train(trainer, step)
     write_checkpoint(folder, lambda empty: trainer.save("p", empty, {"name": "c"}, {"driver_state.json": "{}"}))
     return trainer
+
+
+def train(trainer: TorchTrainer, step: int) -> None:
+    trainer.forward_backward("p", make_data(seed=step), LossConfig(name="ppo"), 0.1)
+    assert trainer.optim_step("p", AdamParams(learning_rate=1e-2))["grad_norm"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +105,13 @@ def test_an_adapter_of_the_same_architecture_with_other_weights_is_refused(
     saved(tiny_model_dir, tmp_path / "c", LORA)
     trainer = make_trainer(other_dir)
     trainer.create_policy("p", PolicySpec(lora=LORA, seed=7))
+    train(trainer, 0)
+    before = everything(trainer)
     for weights_only in (False, True):
-        with pytest.raises(CheckpointError, match="of another base model"):
+        with pytest.raises(CheckpointError, match=r"of another base model.*load it beside the model that it was trained on"):
             trainer.load("p", tmp_path / "c", weights_only=weights_only)
+        assert_same(everything(trainer), before)
+    train(trainer, 1)
     with pytest.raises(CheckpointError, match="of another base model"):
         checkpoint_weights(other_dir, tmp_path / "c")
     rounded = make_trainer(tiny_model_dir, dtype="bfloat16")  # the same model

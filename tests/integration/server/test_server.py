@@ -30,19 +30,22 @@ from opentinker.server.worker import Worker
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora", "lora_serving"),
+    ("kind", "lora", "lora_serving", "layout"),
     [
-        ("transformers", None, "merge"),
-        ("transformers", LORA, "merge"),
-        ("vllm", None, "merge"),
-        ("vllm", LORA, "merge"),
-        ("vllm", LORA, "adapter"),
+        ("transformers", None, "merge", "colocated"),
+        ("transformers", LORA, "merge", "colocated"),
+        ("transformers", None, "merge", "split"),
+        ("vllm", None, "merge", "colocated"),
+        ("vllm", LORA, "merge", "colocated"),
+        ("vllm", LORA, "adapter", "colocated"),
+        ("vllm", None, "merge", "split"),
+        ("vllm", LORA, "adapter", "split"),
     ],
 )
 async def test_training_raises_the_logprob_of_rewarded_tokens_and_the_engine_follows(
-    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None, lora_serving: str
+    tiny_model_dir: Path, tmp_path: Path, kind: str, lora: LoraConfig | None, lora_serving: str, layout: str
 ) -> None:
-    async with serving(tiny_model_dir, tmp_path, kind=kind, lora=lora, lora_serving=lora_serving) as server:
+    async with serving(tiny_model_dir, tmp_path, kind=kind, lora=lora, lora_serving=lora_serving, layout=layout) as server:
         before = await server.logprobs()
         np.testing.assert_allclose(await server.engine_logprobs(), before, atol=0.02)
         for step in range(4):
@@ -181,41 +184,6 @@ async def test_a_forward_that_asks_for_what_there_is_not_says_so(server: Server,
     with pytest.raises(InvalidRequestError, match=message):
         await server.client.command("forward", {"data": [datum().to_wire()], "compute": compute})
     assert (await server.client.command("forward", {"data": [datum().to_wire()]})).keys() == {"logprobs"}
-
-
-def _bad_train_steps() -> dict[str, dict[str, Any]]:
-    good = datum().to_wire()
-    nan = {**good, "advantages": np.full(7, np.nan, np.float32)}
-    foreign = {**good, "targets": np.full(7, 512, np.int32)}
-    bare = {name: value for name, value in good.items() if name != "advantages"}
-    return {
-        "NaN advantages": {"data": [good, nan]},
-        "a token outside the vocabulary": {"data": [good, foreign]},
-        "an array the loss needs is missing": {"data": [good, bare]},
-        "an index out of range": {"minibatches": [{"indices": [0]}, {"indices": [2]}]},
-        "an empty minibatch": {"minibatches": [{"indices": [0]}, {"indices": []}]},
-        "an infinite factor": {"minibatches": [{"indices": [0]}, {"indices": [1], "factor": float("inf")}]},
-        "no data": {"data": []},
-        "an unknown loss": {"loss": {"name": "pppo"}},
-        "an unknown argument": {"optimiser": {}},
-        "a negative learning rate": {"optimizer": {"learning_rate": -1.0}},
-    }
-
-
-@pytest.mark.parametrize("name", list(_bad_train_steps()))
-async def test_an_invalid_train_step_trains_nothing(server: Server, name: str) -> None:
-    good = {
-        "data": [datum().to_wire()] * 2,
-        "minibatches": [{"indices": [0]}, {"indices": [1]}],
-        "loss": {"name": "ppo"},
-        "optimizer": {"learning_rate": 0.1},
-    }
-    before = await server.logprobs()
-    with pytest.raises(InvalidRequestError):
-        await server.client.command("train_step", good | _bad_train_steps()[name])
-    np.testing.assert_array_equal(await server.logprobs(), before)
-    assert (await server.client.state())["version"] == 0
-    assert (await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST))["version"] == 1
 
 
 async def test_a_minibatch_that_fails_after_others_were_applied_says_so(

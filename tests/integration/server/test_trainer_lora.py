@@ -91,6 +91,7 @@ def test_merged_weights_are_the_policy(tiny_model_dir: Path) -> None:
     for logprobs, merged, base in zip(
         trainer.forward("p", make_data())["logprobs"], expected_logprobs(model), before, strict=True
     ):
+        print(f"deviation: {np.abs(logprobs - merged).max():.1e}")
         np.testing.assert_allclose(logprobs, merged, atol=2e-5)
         assert np.abs(merged - base).max() > 1e-3
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import assert_same, gradients, make_data, make_trainer, weights
+from trainer_tools import assert_same, everything, gradients, make_data, make_trainer, weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from opentinker.client.messages import AdamParams, LossConfig, PolicySpec
@@ -93,14 +93,15 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tiny_model_dir: Path, 
     folders["float32"] = tmp_path / "float32"
     trained(tiny_model_dir, None, steps=0, dtype="float32").save("p", folders["float32"])
     trainer = trained(tiny_model_dir, {"rank": 4})
-    before = weights(trainer)
+    before = everything(trainer)
     for name, message in {"full": "kind is full, not lora", "rank 2": "its lora is", "narrow": "its lora is"}.items():
         with pytest.raises(CheckpointError, match=message):
             trainer.load("p", folders[name])
     shutil.rmtree(folders["full"])
     with pytest.raises(CheckpointError, match="incomplete"):
         trainer.load("p", folders["full"])
-    assert_same(weights(trainer), before)
+    assert_same(everything(trainer), before)
+    train(trainer, 3)
 
 
 def test_a_model_of_other_shapes_is_refused_and_changes_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -108,21 +109,23 @@ def test_a_model_of_other_shapes_is_refused_and_changes_nothing(tiny_model_dir: 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "deeper")
     trained(tmp_path / "deeper", None, steps=0).save("p", tmp_path / "c")
     trainer = trained(tiny_model_dir, None)
-    before = weights(trainer)
+    before = everything(trainer)
     with pytest.raises(CheckpointError, match="of another architecture"):
         trainer.load("p", tmp_path / "c")
-    assert_same(weights(trainer), before)
+    assert_same(everything(trainer), before)
+    train(trainer, 3)
 
 
 def test_a_corrupt_checkpoint_is_refused_and_changes_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
     trainer = trained(tiny_model_dir, {"rank": 4})
     trainer.save("p", tmp_path / "c")
     train(trainer, 2)
-    before = weights(trainer)
+    before = everything(trainer)
     path = tmp_path / "c" / "optimizer.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="corrupt"):
         trainer.load("p", tmp_path / "c")
-    assert_same(weights(trainer), before)
+    assert_same(everything(trainer), before)
+    train(trainer, 3)

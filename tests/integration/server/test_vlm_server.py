@@ -92,13 +92,19 @@ async def conversation(server: Server, *pictures: bytes) -> tuple[Chunk, ...]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora", "lora_serving"),
-    [("transformers", None, "merge"), ("vllm", None, "merge"), ("vllm", LORA, "merge"), ("vllm", LORA, "adapter")],
+    ("kind", "lora", "lora_serving", "layout"),
+    [
+        ("transformers", None, "merge", "colocated"),
+        ("transformers", None, "merge", "split"),
+        ("vllm", None, "merge", "colocated"),
+        ("vllm", LORA, "merge", "colocated"),
+        ("vllm", LORA, "adapter", "colocated"),
+    ],
 )
 async def test_images_are_seen_by_the_engine_as_the_model_itself_sees_them_and_by_the_trainer_too(
-    vlm_dir: Path, tmp_path: Path, oracle: Any, kind: str, lora: LoraConfig | None, lora_serving: str
+    vlm_dir: Path, tmp_path: Path, oracle: Any, kind: str, lora: LoraConfig | None, lora_serving: str, layout: str
 ) -> None:
-    async with serving(vlm_dir, tmp_path, kind=kind, lora=lora, lora_serving=lora_serving) as server:
+    async with serving(vlm_dir, tmp_path, kind=kind, lora=lora, lora_serving=lora_serving, layout=layout) as server:
         assert (await server.client.info())["image_placeholder"] == "<image>"
         first, second = picture(1), picture(2, 64, 48)
         answers = []

@@ -80,6 +80,13 @@ def weights(trainer: TorchTrainer, policy: str = "p") -> dict[str, torch.Tensor]
     return {name: tensor.clone() for name, tensor in trainer.full_weights(policy)}
 
 
+def everything(trainer: TorchTrainer, policy: str = "p") -> dict[str, torch.Tensor]:
+    """Copies of all that training moves: the policy's weights, their masters, moments, steps and gradients."""
+    optimizer = trainer._policies[policy].optimizer
+    parts = {**weights(trainer, policy), **optimizer.state(), **{f"grad/{n}": g for n, g in optimizer.gradients().items()}}
+    return {**{name: tensor.clone() for name, tensor in parts.items()}, "step": torch.tensor(optimizer.step_count)}
+
+
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *, relative: float | None = None) -> None:
     """Equal bit for bit, or (`relative`) up to a fraction of each tensor's largest entry."""
     assert one.keys() == other.keys()

@@ -106,7 +106,7 @@ def test_check_passes_arguments_and_prints_only_its_result(folder: Path) -> None
     report = json.loads(run("check", "pictures.py", "--args", "turns=3", "--episodes", "0", "--json").stdout)
     assert report["environment"] == "pictures.py:Pictures"
     wrong = run("check", "pictures.py:Pictures", "--args", '{"lives": 3}', "--episodes", "0", code=1)
-    assert "unexpected keyword argument 'lives'" in wrong.stdout
+    assert "unexpected keyword argument 'lives'" in words(wrong.stdout)
 
 
 @pytest.mark.parametrize(

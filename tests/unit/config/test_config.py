@@ -56,6 +56,29 @@ def test_a_malformed_override_is_an_error(override: str) -> None:
         apply_overrides(MINIMAL, [override])
 
 
+def test_each_rank_of_the_trainer_needs_a_gpu_of_its_own() -> None:
+    config = parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 4}, "resources": {"gpus": 8}})
+    assert config.trainer_ranks == 4
+    assert parse_job({"kind": "inference", "base_model": "m"}).trainer_ranks == 1
+    assert parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 2}, "resources": {"gpus": 0}}).trainer_ranks == 2
+    with pytest.raises(ConfigError, match="shard_base shares out the base model among ranks, and there is one"):
+        parse_job({**MINIMAL, "kind": "rl", "trainer": {"shard_base": True}})
+    with pytest.raises(ConfigError, match="memory_gb is measured and kept to on one rank only"):
+        parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 2, "memory_gb": 1.0}})
+    with pytest.raises(ConfigError, match="optimizer=adamw_8bit is for one rank"):
+        parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 2, "optimizer": "adamw_8bit"}})
+    with pytest.raises(ConfigError, match="dtype=float16 is for one rank"):
+        parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 2, "dtype": "float16"}})
+    split = {"layout": "split", "trainer": {"gpus": 1}, "rollout": {"gpus": 1}}
+    for resources, key in (
+        ({"gpus": 2}, "resources.gpus"),
+        ({"gpus": 0.5}, "resources.gpus"),
+        (split, "resources.trainer.gpus"),
+    ):
+        with pytest.raises(ConfigError, match=f"trainer.ranks=4 needs a GPU for each.*set {key}=4"):
+            parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 4}, "resources": resources})
+
+
 def test_an_action_must_leave_room_for_a_prompt() -> None:
     with pytest.raises(ConfigError, match="leaves no room for a prompt"):
         parse_config(RLJobConfig, apply_overrides(MINIMAL, ["sampling.max_tokens=1024", "engine.max_model_len=1024"]))

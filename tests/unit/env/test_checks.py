@@ -297,8 +297,8 @@ def test_a_call_that_hangs_is_found_soon_and_shown_where_it_hangs(
 ) -> None:
     file = written(folder, *changes)
     start = time.monotonic()
-    report = check(file, CheckOptions(timeout_s=0.3))
-    assert time.monotonic() - start < 5
+    report = check(file, CheckOptions(timeout_s=1.0))
+    assert time.monotonic() - start < 25
     finding = report.finding("deadlines")
     assert finding.mark is Mark.FAILED, str(report)
     path, _, line = finding.where.rpartition(":")
@@ -365,7 +365,7 @@ def test_the_watch_over_memory_ends_when_its_time_is_up(folder: Path) -> None:
     slow = written(folder, ("self.tries = 0", "self.tries = 0; time.sleep(0.01)"))
     start = time.monotonic()
     report = check(slow, CheckOptions(episodes=100_000, tasks=1, time_limit_s=1.5))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert "the time was up" in report.finding("memory").seen
 
 
@@ -485,7 +485,7 @@ def test_a_person_who_plays_is_not_kept_by_a_step_that_holds_pythons_lock(
 def test_nothing_is_left_running(folder: Path) -> None:
     before = threading.active_count()
     check(written(folder, ("self.tries += 1", "while True: pass")), CheckOptions(timeout_s=0.2))
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while threading.active_count() > before:
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -129,7 +129,7 @@ async def test_a_call_that_never_returns_has_a_deadline(start: Start, kind: type
     start_s = time.perf_counter()
     with pytest.raises(DeadlineError, match=r"Scripted\.step did not return within 0\.05 s"):
         await session.step(Action("x"), 0.05)
-    assert time.perf_counter() - start_s < 2
+    assert time.perf_counter() - start_s < 20
     await session.close(5)
     release.set()
 
@@ -186,11 +186,11 @@ async def test_an_environment_whose_constructor_outlived_its_deadline_is_closed_
 
     session = start(make)
     with pytest.raises(DeadlineError, match="constructor did not return"):
-        await session.reset(0, 0.05)
+        await session.reset(0, 1.0)  # long enough for the constructor to have begun
     await session.close(5)
     assert not closed.is_set()
     release.set()
-    assert await asyncio.to_thread(closed.wait, 5)
+    assert await asyncio.to_thread(closed.wait, 30)
 
 
 BAD_STEPS: list[tuple[Any, str]] = [

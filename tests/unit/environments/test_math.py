@@ -207,7 +207,7 @@ def test_a_hostile_answer_costs_its_deadline_and_the_next_is_judged_right(checke
     start = time.process_time(), time.monotonic()
     assert checker.check("42", answer, 0.5).status == "timeout"
     assert time.process_time() - start[0] < 0.5
-    assert time.monotonic() - start[1] < 5.0
+    assert time.monotonic() - start[1] < 20.0
     assert checker.check(r"\frac{1}{2}", f"\\frac{{{len(answer)}}}{{{2 * len(answer)}}}").status == "right"
 
 

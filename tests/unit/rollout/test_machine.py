@@ -30,6 +30,7 @@ from opentinker.rollout.machine import (
     Step,
     StepDone,
     TurnGranted,
+    TurnLost,
 )
 from opentinker.rollout.trajectory import RunKind
 from opentinker.rollout.types import EpisodeStatus, Termination
@@ -200,6 +201,67 @@ def test_in_a_shared_episode_the_turn_must_be_granted() -> None:
     assert subject.handle(EpisodeEnded()) == Finish(Termination.DONE)
 
 
+def test_what_is_shown_and_earned_while_others_act_belongs_to_the_next_and_the_last_turn() -> None:
+    subject = machine(waits=True, room=200, max_turns=9)
+    subject.handle(RESET)
+    first = subject.handle(TurnGranted(user("white: a1"), reward=0.25, components={"early": 0.25}))
+    assert isinstance(first, Generate)
+    assert first.tokens.tolist() == [*map(ord, "hi"), CLOSER, *map(ord, "white: a1"), CLOSER, HEADER]
+    subject.handle(ACT)
+    subject.handle(StepDone(0.5, False))
+    assert subject.rewards == [0.75], "what it earned before it acted is its first action's"
+    second = subject.handle(TurnGranted(user("white: b2"), reward=-1.0))
+    assert isinstance(second, Generate)
+    assert subject.rewards == [-0.25]
+    subject.handle(ACT)
+    subject.handle(GOES_ON)
+    end = EpisodeEnded(user("white wins"), -1.0, {"outcome": -1.0}, {"won": 0.0}, Termination.DONE)
+    assert subject.handle(end) == Finish(Termination.DONE)
+    assert subject.rewards == [-0.25, -0.5]
+    assert subject.components == {"early": 0.25, "outcome": -1.0}
+    assert subject.metrics == {"won": 0.0}
+    assert [m["content"] for m in subject.messages[-2:]] == ["next", "white wins"]
+
+
+def test_an_agent_whose_action_is_not_done_when_the_episode_ends_keeps_its_earlier_ones() -> None:
+    for events, rewards in (([], [0.5 - 2.0]), ([ACT], [0.5, -2.0])):
+        subject = machine(waits=True, room=200, max_turns=9)
+        for event in (RESET, TurnGranted(), ACT, GOES_ON, TurnGranted(), *events):
+            subject.handle(event)
+        assert subject.handle(EpisodeEnded(reward=-2.0)) == Finish(Termination.DONE)
+        assert subject.rewards == rewards
+        assert sum(t.actions for t in subject.trajectories) == len(rewards)
+
+
+@pytest.mark.parametrize("keeps_prefix", [True, False])
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_turn_that_is_lost_is_as_if_it_had_not_been_granted(turns: int, keeps_prefix: bool) -> None:
+    def played(*lost: Event) -> EpisodeMachine:
+        subject = machine(keeps_prefix, waits=True, room=200, max_turns=9)
+        subject.handle(RESET)
+        for _ in range(turns):
+            for event in (TurnGranted(user("other")), ACT, GOES_ON):
+                subject.handle(event)
+        for event in lost:
+            subject.handle(event)
+        subject.handle(TurnGranted(user("again")))
+        return subject
+
+    whole = played()
+    late = played(TurnGranted(), TurnLost(), TurnGranted(), TurnLost())
+    assert [t.tokens.tolist() for t in late.trajectories] == [t.tokens.tolist() for t in whole.trajectories]
+    assert isinstance(late.pending, Generate)
+    assert (late.messages, late.prefix_breaks, late.rewards) == (whole.messages, whole.prefix_breaks, whole.rewards)
+
+
+def test_an_agent_that_was_shown_nothing_cannot_act() -> None:
+    subject = machine(waits=True)
+    for event in (RESET, TurnGranted(), ACT, StepDone(0.0, False)):
+        subject.handle(event)
+    assert subject.handle(TurnGranted()) == Finish(Termination.ERROR_ENV)
+    assert "shown nothing" in subject.error
+
+
 @pytest.mark.parametrize(("event", "end"), [(BROKEN, Termination.ERROR_ENV), (LATE, Termination.ERROR_TIMEOUT)])
 def test_waiting_for_a_turn_can_fail(event: Event, end: Termination) -> None:
     subject = machine(waits=True)
@@ -207,12 +269,13 @@ def test_waiting_for_a_turn_can_fail(event: Event, end: Termination) -> None:
     assert subject.handle(event) == Finish(end)
 
 
-EVENTS: list[Event] = [RESET, TurnGranted(), EpisodeEnded(), ACT, GOES_ON, Finalized(1.0), LATE, BROKEN, Cancelled()]
+SHARED: list[Event] = [TurnGranted(), TurnLost(), EpisodeEnded()]
+EVENTS: list[Event] = [RESET, *SHARED, ACT, GOES_ON, Finalized(1.0), LATE, BROKEN, Cancelled()]
 LEGAL: dict[type, tuple[type, ...]] = {
     Reset: (ResetDone, DeadlinePassed, Failed, Cancelled),
     AwaitTurn: (TurnGranted, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
-    Generate: (ActionSampled, DeadlinePassed, Failed, Cancelled),
-    Step: (StepDone, DeadlinePassed, Failed, Cancelled),
+    Generate: (ActionSampled, TurnLost, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
+    Step: (StepDone, EpisodeEnded, DeadlinePassed, Failed, Cancelled),
     Finalize: (Finalized, DeadlinePassed, Failed, Cancelled),
     Finish: (),
 }
@@ -251,7 +314,7 @@ class AnyEpisode(RuleBasedStateMachine):
     @initialize(keeps=st.booleans(), waits=st.booleans(), turns=st.integers(1, 4), room=st.integers(3, 60))
     def begin(self, keeps: bool, waits: bool, turns: int, room: int) -> None:
         self.subject = machine(keeps, waits, turns, room)
-        self.room = room
+        self.room, self.waits = room, waits
         self.said: list[list[int]] = []
         self.prompts: list[list[int]] = []
         self.ended: Finish | None = None
@@ -273,15 +336,15 @@ class AnyEpisode(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting(Finalize))
     @rule(reward=st.floats(-1, 1))
     def finalize(self, reward: float) -> None:
-        before = sum(self.subject.rewards)
+        before = sum(self.subject.rewards) + self.subject.early_reward
         self.handle(Finalized(reward, {"last": reward}))
-        assert sum(self.subject.rewards) == pytest.approx(before + reward)
+        assert sum(self.subject.rewards) + self.subject.early_reward == pytest.approx(before + reward)
         assert self.subject.components == {"last": reward}
 
     @precondition(lambda self: self.waiting(AwaitTurn))
-    @rule()
-    def grant(self) -> None:
-        self.handle(TurnGranted())
+    @rule(text=texts)
+    def grant(self, text: str) -> None:
+        self.handle(TurnGranted(user(text)))
 
     @precondition(lambda self: self.waiting(Generate))
     @rule(text=st.text("abc", min_size=1, max_size=8), stop=st.booleans())
@@ -302,7 +365,8 @@ class AnyEpisode(RuleBasedStateMachine):
 
     @rule(event=st.sampled_from([LATE, BROKEN, Cancelled(), EpisodeEnded()]))
     def end(self, event: Event) -> None:
-        if isinstance(event, LEGAL[type(self.subject.pending)]):
+        shared = self.waits or not isinstance(event, EpisodeEnded)
+        if shared and isinstance(event, LEGAL[type(self.subject.pending)]):
             self.handle(event)
 
     @invariant()

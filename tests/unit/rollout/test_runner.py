@@ -23,7 +23,7 @@ from opentinker.errors import (
     UnavailableError,
 )
 from opentinker.rendering.chunks import NO_IMAGES, Images
-from opentinker.rollout import episode as episode_module
+from opentinker.rollout import sampler as sampler_module
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Episode, Termination
 
@@ -106,7 +106,7 @@ class Echo(Environment):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     Echo.closed = []
-    monkeypatch.setattr(episode_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(sampler_module, "FIRST_BACKOFF_S", 0.001)
 
 
 def runner(
@@ -117,11 +117,11 @@ def runner(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
+    for _ in range(3000):
         if condition():
             return
         await asyncio.sleep(0.01)
-    pytest.fail("it did not happen within 5 s")
+    pytest.fail("it did not happen within 30 s")
 
 
 def fingerprint(groups: Any) -> Any:
@@ -217,9 +217,10 @@ async def test_a_member_that_fails_is_run_anew_and_dropped_if_it_fails_again(
     Unlucky.fault, Unlucky.left = fault, strikes
     Unlucky.release.clear()
     start = time.perf_counter()
-    (group,) = await runner(Policy(), Unlucky, reset_timeout_s=0.2, step_timeout_s=0.2).run(["a"], 4, step=0)
+    # The deadline is for those that work, too, and a machine may stall for a moment.
+    (group,) = await runner(Policy(), Unlucky, reset_timeout_s=1.5, step_timeout_s=1.5).run(["a"], 4, step=0)
     Unlucky.release.set()
-    assert time.perf_counter() - start < 5, "nobody waited for a hung one"
+    assert time.perf_counter() - start < 15, "nobody waited for a hung one"
     assert (group.replaced, group.dropped, len(group.episodes), len(group.failures)) == (
         replaced,
         dropped,
@@ -233,15 +234,20 @@ async def test_a_member_that_fails_is_run_anew_and_dropped_if_it_fails_again(
 
 
 async def test_one_straggler_does_not_hold_up_the_others() -> None:
-    finished: list[float] = []
+    finished: list[Termination | None] = []
+
+    def on_episode(episode: Episode) -> None:
+        finished.append(episode.termination)
+        if len(finished) == 7:
+            Unlucky.release.set()
+
     Unlucky.fault, Unlucky.left = "step hangs", 1
     Unlucky.release.clear()
-    start = time.perf_counter()
-    await runner(Policy(), Unlucky, step_timeout_s=1, member_retries=0, max_concurrent_episodes=2).run(
-        list("abcdefgh"), 1, 0, on_episode=lambda e: finished.append(time.perf_counter() - start)
+    await runner(Policy(), Unlucky, step_timeout_s=15, member_retries=0, max_concurrent_episodes=2).run(
+        list("abcdefgh"), 1, 0, on_episode=on_episode
     )
     Unlucky.release.set()
-    assert sorted(finished)[6] < 0.8 < finished[-1]
+    assert finished == [Termination.DONE] * 8, "the straggler was released by the end of the seventh other one"
 
 
 class Spinning(Unlucky):
@@ -256,7 +262,7 @@ class Spinning(Unlucky):
 async def test_a_group_with_a_straggler_delays_the_step_by_no_more_than_the_deadline(straggler: type[Unlucky]) -> None:
     async def step() -> tuple[float, Any]:
         start = time.perf_counter()
-        groups = await runner(Policy(), straggler, step_timeout_s=1.0).run(list("abcd"), 4, step=0)
+        groups = await runner(Policy(), straggler, step_timeout_s=2.0).run(list("abcd"), 4, step=0)
         return time.perf_counter() - start, groups
 
     threads = threading.active_count()
@@ -268,7 +274,7 @@ async def test_a_group_with_a_straggler_delays_the_step_by_no_more_than_the_dead
     Unlucky.release.set()
     assert [len(group.episodes) for group in groups] == [4] * 4, "the straggler was replaced"
     assert sum(group.replaced for group in groups) == 1
-    assert 1.0 <= late_s <= usual_s + 1.0 + 0.7, "the deadline, and a little for playing its replacement on a busy machine"
+    assert 2.0 <= late_s <= usual_s + 2.0 + 1.9, "the deadline, and a little for playing its replacement on a busy machine"
     await until(lambda: threading.active_count() <= threads)
 
 

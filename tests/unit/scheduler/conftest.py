@@ -121,7 +121,7 @@ class LocalLauncher:
             self.ends.pop(job_id, None)
             self.calls.append("stop driver")
 
-    async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
+    async def stop_server(self, server_id: str, job_ids: list[str], where: Sequence[Allocation], *, graceful: bool) -> str:
         self.calls.append("stop server" if graceful else "kill server")
         if not self.unkillable:
             self.servers.pop(server_id, None)

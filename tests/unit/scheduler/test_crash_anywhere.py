@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ class CrashingLauncher:
     async def stop_driver(self, server_id: str) -> None:
         await self._call(lambda: self._cluster.processes.pop(f"{server_id}.driver", None))
 
-    async def stop_server(self, server_id: str, job_ids: list[str], where: Allocation, *, graceful: bool) -> str:
+    async def stop_server(self, server_id: str, job_ids: list[str], where: Sequence[Allocation], *, graceful: bool) -> str:
         for part in ("front", "worker"):
             await self._call(lambda part=part: self._cluster.processes.pop(f"{server_id}.{part}", None))
         return ""

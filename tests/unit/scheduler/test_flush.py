@@ -10,7 +10,7 @@ from opentinker.scheduler.placement import Allocation, Demand
 from opentinker.scheduler.ray_launcher import RayLauncher, _Parts
 from opentinker.scheduler.settings import Settings
 
-WHERE = Allocation("n1", Demand(0, 1))
+WHERE = (Allocation("n1", Demand(0, 1)),)
 
 
 class Process:
@@ -36,7 +36,8 @@ def calls() -> list[str]:
 def launcher(calls: list[str], monkeypatch: pytest.MonkeyPatch, storage_url: str | None, hanging: str = "") -> RayLauncher:
     fields: dict[str, Any] = {"state_dir": Path("/s"), "runs_dir": Path("/r"), "storage_url": storage_url}
     launcher = RayLauncher(Settings(**fields, graceful_stop_s=5.0, flush_s=0.05))
-    parts = _Parts(None, Process("worker", calls, hanging), Process("front", calls), {"worker": 1, "front": 2})
+    worker, front = Process("worker", calls, hanging), Process("front", calls)
+    parts = _Parts(worker=worker, front=front, pids={"worker": 1, "front": 2})
     launcher._parts["srv"] = parts
 
     async def clear(*_: Any) -> str:
@@ -65,3 +66,26 @@ async def test_a_server_that_is_killed_or_has_no_storage_copies_nothing(
     await launcher(calls, monkeypatch, "/shared").stop_server("srv", ["job-1"], WHERE, graceful=True)
     await launcher(calls, monkeypatch, "s3://bucket/ot").stop_server("srv", ["job-1"], WHERE, graceful=False)
     assert calls == [*FRONT, "worker stop", "worker killed", "front killed", "worker killed"]
+
+
+async def test_a_split_server_is_stopped_with_its_engine_and_cleared_where_each_of_them_was(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping = launcher(calls, monkeypatch, None)
+    parts = stopping._parts["srv"]
+    parts.engine, parts.pids["engine"], parts.gpus, parts.engine_gpus = Process("engine", calls), 3, (0, 1), (5,)
+    cleared: list[Any] = []
+
+    async def clear(node_id: str, job_ids: list[str], gpus: tuple[int, ...]) -> str:
+        cleared.append((node_id, gpus))
+        return "" if len(cleared) < 4 else "process 7 cannot be killed"
+
+    monkeypatch.setattr(stopping, "_clear", clear)
+    where = (Allocation("n1", Demand(2)), Allocation("n2", Demand(1)))
+    assert await stopping.stop_server("srv", ["job-1"], where, graceful=True) == ""
+    assert calls == [*FRONT, "worker stop", "worker killed", "engine stop", "engine killed"]
+    assert cleared == [("n1", (0, 1)), ("n2", (5,))]
+    stopping._parts["srv"] = parts
+    left = await stopping.stop_server("srv", ["job-1"], where, graceful=True)
+    assert left == "process 7 cannot be killed"
+    assert stopping._parts["srv"] is parts

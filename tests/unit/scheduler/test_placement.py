@@ -46,6 +46,17 @@ def test_without_a_wish_a_job_takes_a_gpu_where_there_is_one() -> None:
     assert demand_of(Resources(gpus=0.25), [Node("b", "b", 4, 1)]) == Demand(gpus=0.25)
 
 
+def test_each_rank_of_a_trainer_has_a_gpu_or_a_cpu_slot() -> None:
+    assert demand_of(Resources(), [Node("b", "b", 4, 0)], ranks=2) == Demand(gpus=2)
+    assert demand_of(Resources(gpus=4), [Node("b", "b", 4, 0)], ranks=2) == Demand(gpus=4)
+    assert demand_of(Resources(), [Node("a", "a", 0, 2)], ranks=2) == Demand(cpu_slots=2)
+    assert demand_of(Resources(gpus=0), [Node("b", "b", 4, 2)], ranks=2) == Demand(cpu_slots=2)
+    for nodes in ([Node("a", "a", 0, 2)], [Node("b", "b", 2, 4)]):
+        with pytest.raises(ConfigError, match=r"3 (GPUs|CPU slots) on one node") as caught:
+            demand_of(Resources(), nodes, ranks=3)
+        assert "lower trainer.ranks" in caught.value.hint
+
+
 def test_a_job_that_can_never_fit_is_refused_with_the_largest_node() -> None:
     with pytest.raises(ConfigError, match="3 GPUs on one node; the largest node of this cluster has 2 GPUs"):
         demand_of(Resources(gpus=3), [Node("a", "a", 2, 0), Node("b", "b", 2, 0)])
@@ -60,9 +71,8 @@ def test_a_job_that_can_never_fit_is_refused_with_the_largest_node() -> None:
         ({"gpus": float("inf")}, "finite"),
         ({"gpus": 1e9}, "less than or equal to 100000"),
         ({"trainer": {"gpus": 1}}, "trainer can only be sized with layout 'split'"),
-        ({"layout": "split", "trainer": {"gpus": 1}}, "layout 'split' needs rollout"),
         ({"layout": "split", "gpus": 2, "trainer": {}, "rollout": {}}, "not gpus"),
-        ({"layout": "split", "trainer": {"gpus": 0}, "rollout": {}}, "greater than 0"),
+        ({"layout": "split", "trainer": {"gpus": -1}, "rollout": {}}, "greater than or equal to 0"),
     ],
 )
 def test_absurd_resources_are_refused_in_words(resources: dict[str, object], words: str) -> None:
@@ -75,13 +85,6 @@ def test_roles_of_the_split_layout_are_bundles_of_their_own() -> None:
     assert roles_of(split, []) == (("trainer", Demand(8)), ("trainer", Demand(8)), ("rollout", Demand(4)))
     ((_, colocated),) = roles_of(Resources(gpus=8), [])
     assert colocated == Demand(8)
-
-
-def test_the_split_layout_is_refused_as_long_as_servers_cannot_do_it() -> None:
-    split = Resources(layout="split", trainer=RoleResources(), rollout=RoleResources())
-    with pytest.raises(ConfigError, match="'split' is not served yet") as caught:
-        demand_of(split, [Node("a", "a", 8, 0)])
-    assert "resources.gpus" in caught.value.hint
 
 
 @dataclass

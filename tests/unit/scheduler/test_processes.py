@@ -31,15 +31,15 @@ def test_a_jobs_processes_are_found_with_their_children(child: subprocess.Popen[
 
 def test_what_does_not_go_by_itself_is_killed(child: subprocess.Popen[bytes]) -> None:
     started = time.monotonic()
-    assert reap("job-x", kill_after_s=0.2, timeout_s=5.0) == []
-    assert 0.2 < time.monotonic() - started < 3.0
+    assert reap("job-x", kill_after_s=0.2, timeout_s=15.0) == []
+    assert 0.2 < time.monotonic() - started < 15.0
     assert child.wait() == -9
 
 
 def test_nothing_to_wait_for_takes_no_time() -> None:
     started = time.monotonic()
-    assert reap("job-without-processes", kill_after_s=10.0, timeout_s=10.0) == []
-    assert time.monotonic() - started < 2.0
+    assert reap("job-without-processes", kill_after_s=20.0, timeout_s=20.0) == []
+    assert time.monotonic() - started < 10.0
 
 
 def test_only_processes_that_were_never_at_work_are_ended_with_the_warm_up(child: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError, UnknownModelError
-from opentinker.scheduler.placement import Node
+from opentinker.scheduler.placement import Demand, Node
 from opentinker.scheduler.plan import DriverOutcome
 from opentinker.scheduler.records import Event, Job
 from opentinker.scheduler.settings import Quota
@@ -373,10 +373,34 @@ async def test_a_quota_refuses_what_can_never_run_and_lets_the_rest_wait(world: 
     assert waiting["waiting_for"] == "its owner's quota: needs 2 GPUs, and 2 of 2 GPUs are in use"
 
 
-async def test_a_layout_that_servers_cannot_do_is_refused(world: Any) -> None:
-    split = {"layout": "split", "trainer": {"gpus": 1}, "rollout": {"gpus": 1}}
-    with pytest.raises(ConfigError, match="'split' is not served yet"):
+async def test_a_split_job_holds_both_of_its_bundles_wherever_they_are_and_starts_with_both_or_not_at_all(world: Any) -> None:
+    split = {"layout": "split"}
+    with pytest.raises(
+        ConfigError, match="asks for 1 CPU slot for the trainer and 1 CPU slot for the rollout, each on one node"
+    ):
         await world.interactive(resources=split)
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=1), Node("n2", "there", gpus=0, cpu_slots=1)]
+    with pytest.raises(ConfigError, match=r"resources\.rollout\.replicas: 2 replicas are not served yet"):
+        await world.interactive(resources={**split, "rollout": {"replicas": 2}})
+    blocker = await world.reach(await world.interactive(), "RUNNING")
+    job = await world.interactive(resources=split)
+    await world.settle()
+    assert (await world.service.job("admin", job["id"]))["waiting_for"].startswith("needs 2 x 1 CPU slot, each on one node")
+    await world.service.cancel("admin", blocker["id"])
+    job = await world.reach(job, "RUNNING")
+    assert job["server"]["cpu_slots"] == 2
+    (spec,) = world.launcher.servers.values()
+    assert {spec.node_id, spec.rollout.node_id} == {"n1", "n2"}
+    assert spec.demand == spec.rollout.demand == Demand(cpu_slots=1)
+    assert [[held["cpu_slots"] for held in node["held"]] for node in (await world.service.cluster("admin"))["nodes"]] == [
+        [1],
+        [1],
+    ]
+    await world.crash()
+    world.boot()
+    assert await world.free_slots() == 0
+    await world.service.cancel("admin", job["id"])
+    await world.until_free(2)
 
 
 async def test_who_used_less_goes_first_also_after_a_restart(world: Any) -> None:

@@ -54,7 +54,11 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, monkeypatch: py
         unpack(zipped(("zeros", "0" * 1001)), tmp_path / "code")
 
 
-@pytest.mark.parametrize("content", [b"no zip at all", zipped(("a", "text"))[:-30], zipped(("a", "1"), ("a/b", "2"))])
+@pytest.mark.parametrize(
+    "content",
+    [b"no zip at all", zipped(("a", "text"))[:-30], zipped(("a", "1"), ("a/b", "2"))],
+    ids=["no zip", "cut", "a file that is a folder"],
+)
 def test_what_cannot_be_unpacked_leaves_nothing(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(InvalidRequestError):
         unpack(content, tmp_path / "code")

@@ -68,3 +68,55 @@ def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
     config = EngineConfig(kind="transformers", max_model_len=1024)
     with pytest.raises(ConfigError, match="512"):
         select.create_engine(tmp_path, config, "float32", lora=None, stop_token_ids=())
+
+
+def test_a_tensor_parallel_engine_is_vllm_and_shares_the_heads_out_evenly(with_vllm: None, tmp_path: Path) -> None:
+    assert select.resolve_engine_kind(EngineConfig(tensor_parallel=2)) == "vllm"
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6, "max_position_embeddings": 4096}))
+    with pytest.raises(ConfigError, match="tensor_parallel=4 does not divide the model's 6 attention heads") as caught:
+        select.create_engine(tmp_path, EngineConfig(tensor_parallel=4), "float32", lora=None, stop_token_ids=())
+    assert caught.value.hint == "take one of 1, 2, 3, 6"
+
+
+def test_a_tensor_parallel_engine_without_vllm_is_refused(without_vllm: None) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel=2, but vLLM is not installed"):
+        select.resolve_engine_kind(EngineConfig(tensor_parallel=2))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"engine": {"tensor_parallel": 2}}, "set resources.layout to 'split'"),
+        ({"engine": {"tensor_parallel": 2, "kind": "transformers"}}, "needs kind 'vllm'"),
+        (
+            {"engine": {"tensor_parallel": 2}, "resources": {"layout": "split", "rollout": {"gpus": 3}}},
+            "resources.rollout.gpus is 3; give both the same",
+        ),
+        (
+            {"resources": {"layout": "split", "rollout": {"gpus": 2}}},
+            "tensor_parallel=1 takes a GPU for each part, and resources.rollout.gpus is 2",
+        ),
+        ({"kind": "inference", "resources": {"layout": "split"}}, "'inference' has an engine only"),
+        ({"kind": "inference", "engine": {"tensor_parallel": 2}, "resources": {"gpus": 1}}, "resources.gpus is 1"),
+    ],
+)
+def test_a_layout_that_no_server_has_is_refused_in_words(config: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_job({"kind": "interactive", "base_model": "m", **config})
+
+
+def test_an_engine_apart_from_its_trainer_has_the_gpu_to_itself() -> None:
+    job = parse_job({"kind": "interactive", "base_model": "m", "resources": {"layout": "split"}})
+    assert job.engine.memory_fraction == 0.9
+    assert parse_job(job.model_dump(mode="json")) == job
+    own = parse_job({**job.model_dump(mode="json"), "engine": {"memory_fraction": 0.5}})
+    assert own.engine.memory_fraction == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "sleep", "expected"),
+    [("vllm", "cuda", "auto", True), ("vllm", "cuda", "off", False), ("vllm", "cpu", "auto", False)],
+)
+def test_only_vllm_on_cuda_sleeps_and_only_if_it_may(kind: select.EngineKind, device: str, sleep: str, expected: bool) -> None:
+    config = EngineConfig.model_validate({"sleep": sleep})
+    assert select.resolve_sleep(config, kind, device) is expected

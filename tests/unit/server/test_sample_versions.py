@@ -13,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from split_tools import LAYOUTS, placed
 
 from opentinker.client.messages import Datum, FloatArray, IntArray, Sample, SampleRequest, SampleResult, TokenChunk
 from opentinker.errors import VersionNotServedError, from_problem
 from opentinker.server.digest import tensor_digest
-from opentinker.server.engine.base import AdapterId, NamedTensors, RolloutEngine, WeightAck
+from opentinker.server.engine.base import AdapterId, NamedTensors, WeightAck
 from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
 from opentinker.server.state import Parts
 from opentinker.server.trainer.base import Trainer
@@ -96,18 +97,22 @@ class CountingTrainer:
         self._engine.reach = params.learning_rate > 0
         return {"grad_norm": 0.0}
 
+    def close(self) -> None:
+        pass
+
 
 @contextmanager
-def working() -> Iterator[Worker]:
+def working(layout: str = "colocated") -> Iterator[Worker]:
     engine = CountingEngine()
     canaries = ((TokenChunk(np.arange(3, dtype=np.int32)),),)
-    parts = Parts(cast(RolloutEngine, engine), cast(Trainer, CountingTrainer(engine)), Path("m"), Path("unused"), canaries, 3.0)
-    worker = Worker(lambda: parts)
-    worker.start(30)
-    try:
-        yield worker
-    finally:
-        worker.stop()
+    with placed(engine, layout) as rollout:
+        parts = Parts(rollout, cast(Trainer, CountingTrainer(engine)), Path("m"), Path("unused"), canaries, 3.0)
+        worker = Worker(lambda: parts)
+        worker.start(30)
+        try:
+            yield worker
+        finally:
+            worker.stop()
 
 
 def run(worker: Worker, work: Sequence[Work]) -> dict[str, Completion]:
@@ -142,11 +147,14 @@ def outcome(completion: Completion) -> int | str:
 CREATE = CommandWork("create", "p", "create")
 
 
+@LAYOUTS
 @pytest.mark.parametrize(
     ("version", "hint"), [(0, "leave the version out for the latest"), (5, "when a publish has answered with version 5")]
 )
-def test_a_version_that_is_not_live_is_an_error_that_names_the_live_one_and_says_what_to_do(version: int, hint: str) -> None:
-    with working() as worker:
+def test_a_version_that_is_not_live_is_an_error_that_names_the_live_one_and_says_what_to_do(
+    version: int, hint: str, layout: str
+) -> None:
+    with working(layout) as worker:
         problem = run(worker, [CREATE, publish("a"), publish("b"), sample("s", version)])["s"].problem
     assert problem is not None
     error = from_problem(problem)
@@ -163,14 +171,16 @@ def test_an_abort_fails_what_was_asked_of_the_old_version_and_the_others_go_on()
     assert ends["a"].result["version"] == 1
 
 
-def test_a_drain_finishes_what_was_asked_of_the_old_version() -> None:
-    with working() as worker:
+@LAYOUTS
+def test_a_drain_finishes_what_was_asked_of_the_old_version(layout: str) -> None:
+    with working(layout) as worker:
         ends = run(worker, [CREATE, sample("old", 0), sample("any"), publish("a"), sample("late", 0)])
     assert {name: outcome(ends[name]) for name in ("old", "any", "late")} == {"old": 0, "any": 0, "late": "version_not_served"}
 
 
-def test_a_version_on_a_policy_that_is_not_there_is_not_found() -> None:
-    with working() as worker:
+@LAYOUTS
+def test_a_version_on_a_policy_that_is_not_there_is_not_found(layout: str) -> None:
+    with working(layout) as worker:
         assert outcome(run(worker, [sample("s", 0)])["s"]) == "not_found"
 
 
@@ -181,10 +191,13 @@ STEP = st.one_of(
 )
 
 
+@LAYOUTS
 @settings(max_examples=60, deadline=None)
-@given(st.lists(STEP, max_size=14))
-def test_no_sample_comes_from_another_version_than_it_was_asked_of(steps: list[tuple[Any, ...]]) -> None:
+@given(steps=st.lists(STEP, max_size=14))
+def test_no_sample_comes_from_another_version_than_it_was_asked_of(steps: list[tuple[Any, ...]], layout: str) -> None:
     work: list[Work] = [CREATE]
+    early: dict[str, set[int]] = {}
+    """Elsewhere, an engine may have answered before it is interrupted."""
     expected: dict[str, int | str] = {}
     running: dict[str, int | None] = {}
     live = attempted = 0
@@ -207,6 +220,9 @@ def test_no_sample_comes_from_another_version_than_it_was_asked_of(steps: list[t
             publish(name, mode),
         ]
         attempted += 1
+        if mode == "abort" and layout == "split":
+            for each in running:
+                early.setdefault(each, set()).add(live)
         if mode == "drain":
             expected |= dict.fromkeys(running, live)
             running = {}
@@ -219,6 +235,7 @@ def test_no_sample_comes_from_another_version_than_it_was_asked_of(steps: list[t
         faulty = not good
         live = attempted if good else live
     expected |= dict.fromkeys(running, live)
-    with working() as worker:
+    with working(layout) as worker:
         ends = run(worker, work)
-    assert {name: outcome(ends[name]) for name in expected} == expected
+    for name, end in expected.items():
+        assert outcome(ends[name]) in {end, *early.get(name, ())}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from split_tools import LAYOUTS, placed
 
 from opentinker.client.messages import (
     Chunk,
@@ -27,7 +28,7 @@ from opentinker.client.messages import (
 )
 from opentinker.errors import ConflictError, VersionNotServedError, from_problem
 from opentinker.server.digest import tensor_digest
-from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, RolloutEngine, WeightAck
+from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
 from opentinker.server.state import Parts
 from opentinker.server.trainer.base import Trainer
@@ -124,6 +125,9 @@ class AdapterTrainer:
         (self._engine.lost.discard if params.learning_rate > 0 else self._engine.lost.add)(policy)
         return {"grad_norm": 0.0}
 
+    def close(self) -> None:
+        pass
+
 
 @dataclass
 class Working:
@@ -146,27 +150,28 @@ class Working:
 
 
 @contextmanager
-def working() -> Iterator[Working]:
+def working(layout: str = "colocated") -> Iterator[Working]:
     engine = AdapterEngine()
     trainer = AdapterTrainer(engine)
     canaries = ((TokenChunk(np.arange(3, dtype=np.int32)),),)
-    parts = Parts(
-        cast(RolloutEngine, engine),
-        cast(Trainer, trainer),
-        Path("m"),
-        Path("checkpoints"),
-        canaries,
-        3.0,
-        adapter_serving=True,
-        max_adapters=ROOM,
-        kept_versions=KEPT,
-    )
-    worker = Worker(lambda: parts)
-    worker.start(30)
-    try:
-        yield Working(worker, engine, trainer)
-    finally:
-        worker.stop()
+    with placed(engine, layout) as rollout:
+        parts = Parts(
+            rollout,
+            cast(Trainer, trainer),
+            Path("m"),
+            Path("checkpoints"),
+            canaries,
+            3.0,
+            adapter_serving=True,
+            max_adapters=ROOM,
+            kept_versions=KEPT,
+        )
+        worker = Worker(lambda: parts)
+        worker.start(30)
+        try:
+            yield Working(worker, engine, trainer)
+        finally:
+            worker.stop()
 
 
 def create(policy: str, lora: dict[str, Any] | None = {"rank": 1}) -> CommandWork:  # noqa: B006
@@ -202,8 +207,9 @@ def test_a_publish_waits_for_nobody_and_leaves_the_other_policys_requests_alone(
     assert [outcome(ends[name]) for name in ("x", "y")] == [0, 0]
 
 
-def test_the_newest_versions_stay_and_the_error_names_them() -> None:
-    with working() as server:
+@LAYOUTS
+def test_the_newest_versions_stay_and_the_error_names_them(layout: str) -> None:
+    with working(layout) as server:
         publishes = [publish(f"p{n}", "a") for n in range(3)]
         ends = server.run(create("a"), *publishes, *(sample(f"v{n}", "a", n) for n in range(5)), sample("live", "a"))
         assert server.engine.held == {AdapterId("a", 2), AdapterId("a", 3)}
@@ -252,8 +258,9 @@ def test_a_full_policy_is_joined_by_nobody() -> None:
         assert "to itself" in (server.run(create("a"))["create a"].problem or {})["detail"]
 
 
-def test_a_deleted_policy_leaves_nothing_and_may_come_again() -> None:
-    with working() as server:
+@LAYOUTS
+def test_a_deleted_policy_leaves_nothing_and_may_come_again(layout: str) -> None:
+    with working(layout) as server:
         delete = CommandWork("delete", "b", "delete")
         ends = server.run(create("a"), create("b"), publish("p", "b"), sample("x", "b"), delete, sample("late", "b"))
         assert outcome(ends["x"]) == 1

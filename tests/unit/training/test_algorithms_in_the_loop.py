@@ -39,6 +39,19 @@ async def test_every_algorithm_learns_which_digit_it_is(
     assert np.exp(policy.logprobs()[7]) > 0.6
 
 
+async def test_a_reversed_reward_makes_the_score_fall(policy, seven, make_config, recorder) -> None:
+    class Anything(seven):
+        def step(self, action: Any) -> StepResult:
+            result = super().step(action)
+            return StepResult(reward=-result.reward, done=True, metrics=result.metrics)
+
+    loop = await RLLoop.connect(make_config(), Anything, policy, recorder)
+    await loop.run(15)
+    assert np.exp(policy.logprobs()[7]) < 0.02
+    scores = [row["exact"] for row in recorder.rows if row["kind"] == "step"]
+    assert np.mean(scores[-5:]) < np.mean(scores[:5]) / 2
+
+
 async def test_no_forward_pass_is_made_that_no_algorithm_asked_for(policy, seven, make_config, recorder) -> None:
     await step(policy, seven, make_config(), recorder)
     assert not any(call.startswith("forward") for call in policy.calls)
@@ -74,6 +87,22 @@ async def test_the_trainers_own_logprobs_are_computed_only_where_a_batch_is_trai
     assert policy.losses[1].anchor == "proximal"
     assert "forward logprobs" in policy.calls
     assert all("proximal_logprobs" in datum.arrays for datum in policy.batches[1][0])
+
+
+async def test_the_trainers_own_logprobs_are_computed_in_the_passes_that_train(policy, seven, make_config, recorder) -> None:
+    asked: list[list[Any]] = []
+    forward = policy.forward
+
+    async def listening(data: Any, **kwargs: Any) -> Any:
+        asked.append([datum.targets.tolist() for datum in data])
+        return await forward(data, **kwargs)
+
+    policy.forward = listening
+    config = make_config(algorithm={"group_size": 8, "minibatches": 2, "epochs": 2, "mismatch": {"truncate": 2.0}})
+    await step(policy, seven, config, recorder)
+    data, minibatches = policy.batches[0]
+    assert len(minibatches) == 4
+    assert asked == [[data[i].targets.tolist() for i in minibatch.indices] for minibatch in minibatches[:2]]
 
 
 async def test_groups_that_teach_nothing_are_drawn_anew_and_a_resumed_run_goes_on_behind_them(

@@ -112,10 +112,16 @@ def test_every_episode_is_trained_on_also_where_nothing_surprised_the_critic() -
 def test_the_critic_learns_at_its_own_rate_and_alone_at_first() -> None:
     config = PPOConfig(critic=CriticConfig(learning_rate=3e-4, value_clip=None, warmup_steps=2))
     optimizer = AdamParams(learning_rate=1e-6, weight_decay=0.1)
-    steps = [critic_step(config, optimizer, number) for number in (1, 2, 3)]
+    steps = [critic_step(config, optimizer, number, 3) for number in (1, 2, 3)]
     assert [s.alone for s in steps if s] == [True, True, False]
     assert steps[0] is not None
     assert (steps[0].optimizer, steps[0].value_clip) == (AdamParams(learning_rate=3e-4, weight_decay=0.1), None)
+
+
+def test_the_critics_rate_may_fall_to_0_over_the_job_and_stays_there() -> None:
+    config = PPOConfig(critic=CriticConfig(learning_rate=4e-4, decay="linear"))
+    steps = [critic_step(config, AdamParams(learning_rate=1e-6), number, 4) for number in range(1, 7)]
+    assert [s.optimizer.learning_rate for s in steps if s] == pytest.approx([4e-4, 3e-4, 2e-4, 1e-4, 0.0, 0.0])
 
 
 def test_the_critics_numbers_are_of_the_values_before_the_update() -> None:
@@ -151,10 +157,13 @@ async def test_ppo_learns_which_digit_it_is(policy, seven, make_config, recorder
     assert policy.value == pytest.approx(np.exp(policy.logprobs()[7]), abs=0.3), "it expects what is earned"
 
 
-async def test_values_are_asked_for_in_the_one_pass_before_the_update(policy, seven, make_config, recorder) -> None:
+async def test_values_are_asked_for_with_the_references_and_the_trainers_own_logprobs_by_minibatch(
+    policy, seven, make_config, recorder
+) -> None:
     algorithm = {"kind": "ppo", "kl": {"coefficient": 0.1, "place": "reward"}, "epochs": 2, "mismatch": {"truncate": 2.0}}
     await (await RLLoop.connect(make_config(algorithm=algorithm), seven, policy, recorder)).step()
-    assert [call for call in policy.calls if call.startswith("forward")] == ["forward reference_logprobs logprobs values"]
+    calls = [call for call in policy.calls if call.startswith("forward")]
+    assert calls == ["forward reference_logprobs values", "forward logprobs"]
     for datum in policy.batches[0][0]:
         assert {"returns", "old_values", "advantages", "proximal_logprobs"} <= datum.arrays.keys()
 

@@ -193,6 +193,21 @@ async def test_a_row_without_anything_to_learn_is_shown(unigram: Unigram, tmp_pa
     assert unigram.batches == []
 
 
+async def test_a_template_that_cannot_mark_what_the_assistant_says_trains_nothing(unigram: Unigram, tmp_path: Path) -> None:
+    config, good = job(evaluation={"at_start": False, "at_end": False}), unigram.files
+    endless = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    before, unigram.files = unigram.logits.copy(), {**good, "chat_template.jinja": endless.encode()}
+    with pytest.raises(ConfigError, match=r"cannot mark assistant tokens: .*names its stop tokens.*; it is"):
+        await (await start(unigram, write(tmp_path), config)).run(1)
+    assert unigram.batches == []
+    np.testing.assert_array_equal(unigram.logits, before)
+    unigram.files = good
+    await (await start(unigram, tmp_path, config, "good")).run(1)
+    assert len(unigram.batches) == 1
+
+
 CALLS = [
     {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": "é\\n"}'}},
     {"function": {"name": "stop", "arguments": {"now": None}}},

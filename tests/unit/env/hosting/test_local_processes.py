@@ -65,12 +65,12 @@ async def test_episodes_have_processes_of_their_own_which_are_used_again_and_end
 
 @pytest.mark.parametrize("text", ["spin", "hold 60"])
 async def test_a_call_that_hangs_ends_error_timeout_and_its_process_is_gone(text: str) -> None:
-    running = runner(text, ProcessDoer, step_timeout_s=0.4, member_retries=1)
+    running = runner(text, ProcessDoer, step_timeout_s=1.5, member_retries=1)
     start = time.monotonic()
     (group,) = await running.run(["x"], 1, step=0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert [e.termination for e in group.failures] == [Termination.ERROR_TIMEOUT] * 2
-    assert group.failures[0].error == "ProcessDoer.step did not return within 0.4 s"
+    assert group.failures[0].error == "ProcessDoer.step did not return within 1.5 s"
     processes = running._sessions.processes
     assert processes is not None
     assert processes.pids == []

@@ -115,7 +115,7 @@ async def test_a_deadline_comes_from_the_server_and_leaves_others_alone(serve: S
         start = time.monotonic()
         with pytest.raises(DeadlineError, match=r"Doer\.step did not return within"):
             await hanging.step(Action("spin"), 0.6)
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 30
         assert (await other.step(Action("say"), 5)).reward == 0.5
         await asyncio.gather(hanging.close(5), other.close(5))
     await until(lambda: there.server.hub.sessions == 0)

@@ -102,7 +102,7 @@ async def test_a_hanging_step_ends_at_its_deadline_and_delays_nobody(how: str) -
         start = time.monotonic()
         for _ in range(5):
             await asyncio.gather(*(talker.step("say") for talker in talkers[3:]))
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 25
         for one in hung:
             with pytest.raises(DeadlineError, match=r"Doer\.step did not return within 0\.5 s"):
                 await one

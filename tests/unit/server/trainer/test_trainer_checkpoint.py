@@ -13,6 +13,7 @@ import torch
 
 from opentinker.errors import CheckpointError
 from opentinker.server.trainer.checkpoint import open_checkpoint, read_tensors, seal, write_checkpoint, write_tensors
+from opentinker.server.trainer.gathered import Gathered
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -32,6 +33,19 @@ def test_a_checkpoint_reads_back(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path / "c")["step"] == 1
     tensors = read_tensors(tmp_path / "c" / "optimizer.safetensors", TENSORS)
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_gathered_tensors_are_written_as_others_are(tmp_path: Path) -> None:
+    tensors = {**TENSORS, "none": torch.zeros(0, 3), "odd": torch.ones(3, dtype=torch.bfloat16), "last": torch.rand(2, 2)}
+    like = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    gathered = Gathered(like, lambda names: ((name, tensors[name]) for name in reversed(names)))
+    write_tensors(tmp_path / "gathered", gathered)
+    write_tensors(tmp_path / "whole", tensors)
+    found = [read_tensors(tmp_path / name, like) for name in ("gathered", "whole")]
+    for name, tensor in tensors.items():
+        assert torch.equal(found[0][name], tensor)
+        assert torch.equal(found[1][name], tensor)
+        assert torch.equal(gathered[name], tensor)
 
 
 def test_a_new_checkpoint_replaces_one_of_the_same_name_and_leaves_nothing_else(tmp_path: Path) -> None:

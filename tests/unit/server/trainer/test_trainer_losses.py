@@ -92,6 +92,7 @@ LOSSES = [
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_a_loss_is_its_formula_in_float64(loss: LossConfig, arrays: dict[str, np.ndarray]) -> None:
     total, _, metrics = run(loss, arrays)
+    print(f"deviation: {abs(total / reference(loss, arrays) - 1):.1e}")
     assert total == pytest.approx(reference(loss, arrays), rel=1e-12)
     assert metrics["loss_sum"] == pytest.approx(total)
     assert metrics["tokens"] == N

@@ -1,0 +1,100 @@
+"""What the author of an environment for several agents writes."""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from opentinker.env.environment import Action, Observation, Reward, Tool
+from opentinker.env.tasks import GeneratedTasks, ListTasks, Split, TaskSource
+from opentinker.multiagent.protocol import AgentProtocol, RoundRobin
+
+
+@dataclass(frozen=True)
+class MultiStepResult:
+    """What the environment answers to an action, or to simultaneous ones. What is left out is nothing: no reward, no news.
+
+    What an agent is shown comes before its next action. A reward belongs to the agent's own last action, whoever acted now.
+    """
+
+    rewards: Mapping[str, Reward] = field(default_factory=dict)
+    observations: Mapping[str, Observation] = field(default_factory=dict)
+    """By agent. One who is shown something and does not take part yet enters."""
+    done: bool = False
+    """The episode is over for everybody."""
+    left: Sequence[str] = ()
+    """For whom it is over. Others go on."""
+    next_agents: Sequence[str] = ()
+    """Who is to act next, where the protocol leaves that to the environment or to a moderator."""
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By agent: numbers worth averaging, such as {"black": {"won": 1.0}}."""
+
+
+class MultiAgentEnvironment:
+    """One episode that several agents play. An instance is used once: reset, then steps until it is done.
+
+    Methods may be plain or async, and run where the class says, as those of `opentinker.Environment`.
+    """
+
+    agents: ClassVar[tuple[str, ...]] = ()
+    """The seats, in their order. Who takes part from the beginning is whom `reset` shows something."""
+    protocol: ClassVar[AgentProtocol] = RoundRobin()
+    """Who may act when."""
+    version: ClassVar[str] = ""
+    """Raise it when the rules change: agents that are driven by different processes must agree on it."""
+    execution: ClassVar[Literal["thread", "process"]] = "thread"
+    """Where an episode's plain methods run. A process can be killed when a call hangs, whatever it is doing."""
+    task_columns: ClassVar[tuple[str, ...]] = ()
+    """Keys that a task must have; checked when tasks come from a file or a dataset."""
+    host_args: ClassVar[tuple[str, ...]] = ()
+    """As `opentinker.Environment.host_args`."""
+    tools: Sequence[Tool] = ()
+    """Given to every agent's chat template; read after `reset`."""
+
+    @classmethod
+    def make_task(cls, seed: int) -> Any:
+        """A training task, determined by its seed alone."""
+        return {"seed": seed}
+
+    @classmethod
+    def held_out_tasks(cls) -> Sequence[Any]:
+        """Tasks for evaluation, never drawn in training."""
+        return ()
+
+    @classmethod
+    def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
+        """Where the tasks of a split come from; `args` are the constructor's arguments."""
+        return GeneratedTasks(cls.make_task) if split == "train" else ListTasks(cls.held_out_tasks(), shuffle=False)
+
+    @classmethod
+    def required_columns(cls, args: Mapping[str, Any]) -> tuple[str, ...]:
+        """`task_columns`, for an environment with these arguments."""
+        return cls.task_columns
+
+    @classmethod
+    def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
+        """Called once, before any episode, with tasks from a file or dataset: raise a ConfigError if they are unfit."""
+
+    def reset(self, task: Any) -> Mapping[str, Observation] | Awaitable[Mapping[str, Observation]]:
+        """Begin an episode: what each agent that takes part is shown first."""
+        raise NotImplementedError(f"{type(self).__name__} must define reset(self, task)")
+
+    def step(self, agent: str, action: Action) -> MultiStepResult | Awaitable[MultiStepResult]:
+        """Apply an agent's action."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(self, agent, action)")
+
+    def step_together(self, actions: Mapping[str, Action]) -> MultiStepResult | Awaitable[MultiStepResult]:
+        """Apply simultaneous actions, in the order of the seats. Agents whose turn was lost are missing. A class whose protocol
+        has simultaneous turns defines this."""
+        raise NotImplementedError(f"{type(self).__name__} must define step_together(self, actions)")
+
+    def leave(self, agent: str) -> MultiStepResult | Awaitable[MultiStepResult]:
+        """An agent is gone for good: it was too late, or its policy failed. Unless this says otherwise, the episode is over."""
+        return MultiStepResult(done=True)
+
+    def finalize(self) -> Mapping[str, float] | Awaitable[Mapping[str, float]] | None:
+        """Last rewards by agent, added to their last turns'. Called once when the episode is over, be it done or cut
+        short by a limit, unless it failed or nobody had a turn."""
+        return None
+
+    def close(self) -> None:
+        """Called once when the episode is over, however it ended."""

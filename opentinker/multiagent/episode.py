@@ -1,0 +1,432 @@
+"""Drives one episode of several agents: each has its own machine, the barrier says who acts, the environment is one."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentinker.config.agents import TurnsConfig
+from opentinker.config.job import RolloutConfig
+from opentinker.env.environment import Action, Message, StepResult
+from opentinker.env.processes import Session
+from opentinker.env.threads import UserThreads
+from opentinker.errors import DeadlineError, EnvironmentFailedError, OpenTinkerError, UnavailableError
+from opentinker.multiagent.players import Player, ScriptedPlayer
+from opentinker.multiagent.shared import Earned, News, acted, gone, news_of
+from opentinker.multiagent.turns import Next, TurnBarrier
+from opentinker.rollout.episode import CLOSE_TIMEOUT_S
+from opentinker.rollout.machine import (
+    Cancelled,
+    DeadlinePassed,
+    EpisodeEnded,
+    EpisodeMachine,
+    Event,
+    Failed,
+    Finalize,
+    Finalized,
+    Finish,
+    Generate,
+    ResetDone,
+    Step,
+    StepDone,
+    TurnGranted,
+    TurnLost,
+)
+from opentinker.rollout.sampler import Sampler
+from opentinker.rollout.types import Episode, Termination
+
+log = logging.getLogger(__name__)
+SeedOfTurn = Callable[[str, int], int]
+"""(agent, turn) -> the seed with which that turn is sampled."""
+
+
+@dataclass
+class _Waiting:
+    """What an agent was shown and earned since its last action."""
+
+    shown: tuple[Message, ...] = ()
+    earned: Earned = field(default_factory=Earned)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class _Agent:
+    """A seat, who plays it, and how far that is."""
+
+    def __init__(self, name: str, player: Player, machine: EpisodeMachine | None, sampler: Sampler | None) -> None:
+        self.name = name
+        self.player = player
+        self.machine = machine
+        self.sampler = sampler
+        self.waiting = _Waiting()
+        self.messages: list[Message] = []
+        """Of a scripted player; a policy's are its machine's."""
+        self.turns = 0
+        self.entered = False
+        self.action: Action | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.machine is not None and isinstance(self.machine.pending, Finish)
+
+    def take(self) -> _Waiting:
+        taken, self.waiting = self.waiting, _Waiting()
+        return taken
+
+
+class _CutError(Exception):
+    """An agent's limits are reached, which ends the episode for all."""
+
+    def __init__(self, termination: Termination) -> None:
+        super().__init__(termination)
+        self.termination = termination
+
+
+class _AbortError(Exception):
+    """The episode says nothing about any policy."""
+
+    def __init__(self, event: DeadlinePassed | Failed) -> None:
+        super().__init__(event.error)
+        self.event = event
+
+
+class GameDriver:
+    """One episode. `request_id` is unique to it.
+
+    An agent whose context is full, or who has no turns left, ends the episode for all as truncated. One whose turn takes too
+    long, or whose policy fails, is dealt with as `turns.on_late` says.
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        players: Mapping[str, Player],
+        barrier: TurnBarrier[Action],
+        session: Session,
+        threads: UserThreads,
+        config: RolloutConfig,
+        turns: TurnsConfig,
+        request_id: str,
+        seed_of_turn: SeedOfTurn,
+    ) -> None:
+        self._task = task
+        self._barrier = barrier
+        self._session = session
+        self._threads = threads
+        self._config = config
+        self._turns = turns
+        self._request_id = request_id
+        self._seed_of_turn = seed_of_turn
+        self._clock = asyncio.get_running_loop().time
+        self._deadline = self._clock() + config.episode_timeout_s
+        self._agents = {name: self._agent(name, player) for name, player in players.items()}
+        self._acting: dict[str, asyncio.Task[Event | Action]] = {}
+
+    def _agent(self, name: str, player: Player) -> _Agent:
+        if isinstance(player, ScriptedPlayer):
+            return _Agent(name, player, None, None)
+        machine = EpisodeMachine(
+            player.renderer,
+            self._task,
+            max_turns=self._config.max_turns,
+            max_action_tokens=player.sampling.max_tokens,
+            max_model_len=player.max_model_len,
+            waits_for_turn=True,
+        )
+        sampler = Sampler(
+            player.generate,
+            self._config,
+            player.sampling,
+            f"{self._request_id}-{name}",
+            lambda turn: self._seed_of_turn(name, turn),
+            player.upload,
+        )
+        return _Agent(name, player, machine, sampler)
+
+    async def run(self, member: int) -> dict[str, Episode]:
+        """Play to the end: the episode of each agent that a policy plays. The environment is closed however it ends.
+
+        Raises:
+            DeadlineError: an agent was too late, and `turns.on_late` is 'fail'.
+            ProtocolError: the order of play cannot go on.
+            OpenTinkerError: a policy's server refuses or is lost, which no other episode would survive either.
+        """
+        try:
+            await self._play()
+        except _AbortError as abort:
+            for agent in self._agents.values():
+                if agent.machine is not None and not agent.ended:
+                    agent.machine.handle(abort.event)
+        except asyncio.CancelledError:
+            for agent in self._agents.values():
+                if agent.machine is not None and not agent.ended:
+                    agent.machine.handle(Cancelled())
+            raise
+        finally:
+            await self._stop_acting()
+            try:
+                await self._session.close(CLOSE_TIMEOUT_S)
+            except (EnvironmentFailedError, DeadlineError) as error:
+                log.warning("environment_not_closed episode=%s error=%r", self._request_id, str(error))
+        return {name: self._episode(agent, member) for name, agent in self._agents.items() if agent.machine is not None}
+
+    def _episode(self, agent: _Agent, member: int) -> Episode:
+        machine, sampler = agent.machine, agent.sampler
+        assert machine is not None
+        assert sampler is not None
+        assert isinstance(machine.pending, Finish), "every machine has ended"
+        return Episode(
+            task=self._task,
+            member=member,
+            termination=machine.pending.termination,
+            trajectories=machine.trajectories,
+            messages=machine.messages,
+            rewards=machine.rewards,
+            metrics=machine.metrics,
+            components=machine.components,
+            tools=machine.tools,
+            error=machine.error,
+            prefix_breaks=machine.prefix_breaks,
+            reward_without_turn=machine.early_reward,
+            generation_s=sampler.seconds,
+            environment_s=self._session.seconds,
+        )
+
+    async def _play(self) -> None:
+        termination = Termination.DONE
+        try:
+            messages = await self._called(lambda left: self._session.reset(self._task, min(left, self._config.reset_timeout_s)))
+            news = news_of(messages)
+            present = await self._tell(news, actors=())
+            following = self._barrier.start(present, news.next_agents)
+            while not following.over:
+                following = await self._follow(following)
+        except _CutError as cut:
+            termination = cut.termination
+        await self._finish(termination)
+
+    async def _follow(self, following: Next[Action]) -> Next[Action]:
+        """Do what the barrier says, and tell it what came of that."""
+        for name in following.grant:
+            await self._grant(self._agents[name])
+        if following.apply:
+            actions = dict(following.apply)
+            result = await self._step(acted(actions, together=following.together))
+            news = news_of(result.observation, done=result.done)  # type: ignore[arg-type]
+            present = await self._tell(news, actors=tuple(actions))
+            return self._barrier.applied(present=present, named=news.next_agents, over=news.done)
+        return await self._one_acts()
+
+    async def _one_acts(self) -> Next[Action]:
+        """Wait for the next action of whoever is running."""
+        left = self._left()
+        done, _ = await asyncio.wait(self._acting.values(), timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise _AbortError(self._too_long())
+        name = next(name for name, task in self._acting.items() if task in done)
+        agent, said = self._agents[name], self._acting.pop(name).result()
+        if isinstance(said, DeadlinePassed | Failed):
+            return await self._late(agent, said)
+        if agent.machine is not None:
+            assert not isinstance(said, Action)
+            request = agent.machine.handle(said)
+            if isinstance(request, Finish):  # the sample was none
+                return await self._late(agent, Failed(agent.machine.error))
+            assert isinstance(request, Step)
+            said = request.action
+        assert isinstance(said, Action)
+        agent.turns += 1
+        return self._barrier.act(name, said)
+
+    async def _grant(self, agent: _Agent) -> None:
+        """The agent's turn begins: what it is to be shown is shown, and it is asked."""
+        waiting = agent.take()
+        if agent.machine is None:
+            agent.messages += waiting.shown
+            self._acting[agent.name] = asyncio.ensure_future(self._act(agent))
+            return
+        images = await self._images(agent, waiting.shown)
+        earned = waiting.earned
+        request = agent.machine.handle(TurnGranted(waiting.shown, images, earned.reward, earned.components))
+        agent.machine.metrics.update(waiting.metrics)
+        if isinstance(request, Generate):
+            self._acting[agent.name] = asyncio.ensure_future(self._sample(agent, request))
+            return
+        self._check_cut(agent)
+        raise _AbortError(Failed(f"'{agent.name}': {agent.machine.error}"))
+
+    def _check_cut(self, agent: _Agent) -> None:
+        """Raises: _CutError when a limit ended this agent's episode."""
+        pending = None if agent.machine is None else agent.machine.pending
+        if isinstance(pending, Finish | Finalize) and str(pending.termination).startswith("truncated"):
+            raise _CutError(pending.termination)
+
+    async def _sample(self, agent: _Agent, request: Generate) -> Event:
+        assert agent.sampler is not None
+        timeout_s = min(self._left(), self._turns.turn_timeout_s, self._config.generation_timeout_s)
+        return await agent.sampler.sample(request, agent.turns, timeout_s)
+
+    async def _act(self, agent: _Agent) -> Event | Action:
+        """A scripted player's action."""
+        assert isinstance(agent.player, ScriptedPlayer)
+        player, numbers = agent.player, random.Random(self._seed_of_turn(agent.name, agent.turns))
+        seen, timeout_s = list(agent.messages), min(self._left(), self._turns.turn_timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                text = await self._threads.call(lambda: player.act(seen, numbers))
+        except TimeoutError:
+            return DeadlinePassed(f"the player did not answer within {timeout_s:.3g} s")
+        except Exception as error:  # a user's function
+            return Failed(f"the player '{player.name}' raised {type(error).__name__}: {error}")
+        if not isinstance(text, str):
+            return Failed(f"the player '{player.name}' gave {type(text).__name__}, not a text")
+        agent.messages.append({"role": "assistant", "content": text})
+        return Action(text)
+
+    async def _late(self, agent: _Agent, why: DeadlinePassed | Failed) -> Next[Action]:
+        """The agent has no action for its turn."""
+        text = f"'{agent.name}': {why.error}"
+        match self._turns.on_late:
+            case "fail":
+                raise DeadlineError(f"the turn of {text}", hint="turns.on_late says what becomes of such an episode")
+            case "skip" if not agent.ended:
+                if agent.machine is not None:
+                    agent.machine.handle(TurnLost())
+                return self._barrier.skip(agent.name)
+            case "forfeit":
+                if agent.machine is not None and not agent.ended:
+                    agent.machine.handle(type(why)(text))
+                following = self._barrier.leave(agent.name)
+                result = await self._step(gone(agent.name))
+                news = news_of(result.observation, done=result.done)  # type: ignore[arg-type]
+                present = await self._tell(news, actors=())
+                if news.done:
+                    return Next(over=True)
+                for name in self._barrier.present:
+                    if name not in present:
+                        following = self._both(following, self._barrier.leave(name))
+                return following
+        if agent.machine is not None and not agent.ended:
+            agent.machine.handle(type(why)(text))
+        raise _AbortError(type(why)(text))
+
+    def _both(self, first: Next[Action], then: Next[Action]) -> Next[Action]:
+        """What two calls of the barrier in a row ask for."""
+        grant = tuple(name for name in (*first.grant, *then.grant) if name in self._barrier.running)
+        apply, together = (first.apply, first.together) if first.apply else (then.apply, then.together)
+        return Next(apply, grant, together, then.over)
+
+    async def _step(self, action: Action) -> StepResult:
+        result: StepResult = await self._called(lambda left: self._session.step(action, min(left, self._config.step_timeout_s)))
+        return result
+
+    async def _called(self, call: Callable[[float], Any]) -> Any:
+        """What the environment answers.
+
+        Raises:
+            _AbortError: it failed, or it or the episode takes too long.
+        """
+        left = self._left()
+        if left <= 0:
+            raise _AbortError(self._too_long())
+        try:
+            return await call(left)
+        except DeadlineError as error:
+            raise _AbortError(DeadlinePassed(error.detail)) from error
+        except (EnvironmentFailedError, UnavailableError) as error:
+            raise _AbortError(Failed(str(error))) from error
+
+    async def _tell(self, news: News, actors: tuple[str, ...]) -> tuple[str, ...]:
+        """Give each agent its part of the news; who takes part from now on."""
+        for name, agent in self._agents.items():
+            shown, earned = news.shown.get(name, ()), news.earned.get(name, Earned())
+            metrics = news.metrics.get(name, {})
+            ends = news.done or name in news.left
+            if agent.machine is None:
+                agent.entered = (agent.entered or bool(shown)) and name not in news.left
+                agent.waiting.shown += shown
+            elif not agent.entered and shown:
+                await self._enter(agent, shown)
+            elif name in actors:
+                if not ends:
+                    images = await self._images(agent, shown)
+                    agent.machine.handle(StepDone(earned.reward, False, shown, metrics, earned.components, images))
+                else:
+                    agent.machine.handle(StepDone(earned.reward, True, shown, metrics, earned.components))
+                    agent.entered = False
+            else:
+                agent.waiting.shown += shown
+                agent.waiting.metrics.update(metrics)
+                agent.waiting.earned = _sum(agent.waiting.earned, earned)
+                if ends and agent.entered:
+                    await self._end(agent, Termination.DONE)
+                    agent.entered = False
+        if not news.done:
+            for agent in self._agents.values():
+                self._check_cut(agent)
+        return tuple(name for name, agent in self._agents.items() if agent.entered and not agent.ended)
+
+    async def _enter(self, agent: _Agent, shown: tuple[Message, ...]) -> None:
+        assert agent.machine is not None
+        if agent.machine.trajectories or agent.ended:
+            raise _AbortError(Failed(f"'{agent.name}' has left and cannot come back: its trajectory has ended"))
+        agent.entered = True
+        images = await self._images(agent, shown)
+        agent.machine.handle(ResetDone(shown, self._session.tools, self._session.finalizes, images))
+
+    async def _end(self, agent: _Agent, termination: Termination) -> None:
+        """The episode is over for an agent who did not end it."""
+        acting = self._acting.pop(agent.name, None)
+        if acting is not None:
+            acting.cancel()
+            with suppress(asyncio.CancelledError, OpenTinkerError):
+                await acting
+        machine = agent.machine
+        if machine is None or isinstance(machine.pending, Finish | Finalize):
+            return
+        waiting = agent.take()
+        if not agent.entered:  # it never took part
+            machine.handle(Cancelled())
+            return
+        machine.handle(
+            EpisodeEnded(waiting.shown, waiting.earned.reward, waiting.earned.components, waiting.metrics, termination)
+        )
+
+    async def _finish(self, termination: Termination) -> None:
+        """The episode is over for everybody: last rewards, then the end of each machine."""
+        for agent in self._agents.values():
+            await self._end(agent, termination)
+        waiting = [a.machine for a in self._agents.values() if a.machine and isinstance(a.machine.pending, Finalize)]
+        if not waiting:
+            return
+        result = await self._called(lambda left: self._session.finalize(min(left, self._config.step_timeout_s)))
+        for name, agent in self._agents.items():
+            if agent.machine is not None and isinstance(agent.machine.pending, Finalize):
+                reward = result.components.get(name, 0.0)
+                agent.machine.handle(Finalized(reward, {"last": reward} if reward else {}))
+
+    async def _images(self, agent: _Agent, shown: tuple[Message, ...]) -> Any:
+        assert agent.sampler is not None
+        return await self._called(lambda left: agent.sampler.images(shown, left))  # type: ignore[union-attr]
+
+    async def _stop_acting(self) -> None:
+        acting = list(self._acting.values())
+        for task in acting:
+            task.cancel()
+        await asyncio.gather(*acting, return_exceptions=True)
+        self._acting.clear()
+
+    def _left(self) -> float:
+        return self._deadline - self._clock()
+
+    def _too_long(self) -> DeadlinePassed:
+        awaited = ", ".join(self._barrier.running) or "the environment"
+        return DeadlinePassed(f"the episode took longer than {self._config.episode_timeout_s:.3g} s; awaited: {awaited}")
+
+
+def _sum(one: Earned, other: Earned) -> Earned:
+    names = one.components.keys() | other.components.keys()
+    components = {name: one.components.get(name, 0.0) + other.components.get(name, 0.0) for name in sorted(names)}
+    return Earned(one.reward + other.reward, components)

@@ -1,0 +1,378 @@
+"""The driver loop of several agents: games -> each agent's groups -> all updates side by side -> the next games.
+
+Phases are in step: no agent updates before all games of an iteration are over, and no game begins before all updates are
+published. Policies of one run are on one server; `Phases` is where learners in other processes will meet.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from opentinker.algorithms.select import advantage_function
+from opentinker.client.messages import AdamParams, Chunk, ImageChunk, IntArray, Sample, SamplingParams
+from opentinker.config.job import RLJobConfig, SamplingConfig
+from opentinker.env.environment import Environment
+from opentinker.env.load import load_function
+from opentinker.env.tasks import Split, TaskSource
+from opentinker.errors import ConfigError, EpisodesFailedError
+from opentinker.images import Image
+from opentinker.multiagent.environment import MultiAgentEnvironment
+from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
+from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
+from opentinker.multiagent.runner import GameRunner, Groups, Seats, check_players
+from opentinker.multiagent.shared import SharedEnvironment
+from opentinker.rendering.renderer import ConversationRenderer
+from opentinker.rendering.tokenizer import ChatTokenizer
+from opentinker.rollout.types import Group
+from opentinker.training.driver_state import DriverState
+from opentinker.training.evaluation import summarize_groups
+from opentinker.training.learner import Learned, Learner
+from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
+from opentinker.training.recorder import Recorder
+from opentinker.training.rl import EVALUATION_TRANSCRIPTS, FRUITLESS_STEPS, TrainablePolicy
+from opentinker.training.schedule import checkpoint_name, kept, scheduled
+from opentinker.training.tasks import JobTasks
+from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
+
+
+class PlayedPolicy(TrainablePolicy, Protocol):
+    """What a run of several agents needs of a `PolicyClient`: it can make others beside itself."""
+
+    async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0) -> Any: ...
+
+
+class AgentsLoop:
+    """Holds what lasts from step to step; `run` may be called again and continues. `policies` are by agent; the first is the
+    job's own, whose checkpoints are written last, so that those of the others are there when it is."""
+
+    def __init__(
+        self,
+        config: RLJobConfig,
+        environment: type[Environment],
+        policies: Mapping[str, TrainablePolicy],
+        renderer: ConversationRenderer,
+        max_model_len: int,
+        recorder: Recorder,
+        base_dir: Path | None = None,
+        sources: Mapping[Split, TaskSource] | None = None,
+    ) -> None:
+        self.config = config
+        self.steps_done = 0
+        self.phases = PhaseBarrier(list(policies))
+        self._policies = dict(policies)
+        self._recorder = recorder
+        self._renderer = renderer
+        self._max_model_len = max_model_len
+        self._tasks = JobTasks(
+            environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir, sources=sources
+        )
+        self._task_position = 0
+        self._held_out: list[Any] | None = None
+        self._evaluated_at: int | None = None
+        self._fruitless = 0
+        self._learners = {
+            name: Learner(
+                policies[name],
+                algorithm,
+                _sampling(config, name),
+                advantage_function(algorithm, base_dir),
+                config.training.steps,
+            )
+            for name in policies
+            if not config.agents[name].frozen
+            for algorithm in [config.agents[name].algorithm or config.algorithm]
+        }
+        self._group_size = next(iter(self._learners.values())).algorithm.group_size
+        self._scripts = {
+            name: ScriptedPlayer(load_function(agent.script, base_dir), name)
+            for name, agent in config.agents.items()
+            if agent.script
+        }
+        seats = seats_of(environment)
+        make = partial(environment, **config.environment.args)
+        seed = config.training.seed
+        self._runner = GameRunner(make, seats, config.rollout, config.turns, seed)
+        # Evaluation must not reuse training's sampling seeds.
+        self._evaluator = GameRunner(make, seats, config.rollout, config.turns, seed + 2**31)
+        check_players(self._players(), seats.agents)
+
+    @classmethod
+    async def connect(
+        cls,
+        config: RLJobConfig,
+        environment: type[Environment],
+        policy: PlayedPolicy,
+        recorder: Recorder,
+        base_dir: Path | None = None,
+        sources: Mapping[Split, TaskSource] | None = None,
+    ) -> "AgentsLoop":
+        """A loop on a server that runs: makes the policies that are not there yet, asks for the tokenizer and the limits.
+
+        Raises:
+            ConfigError: the environment is for one agent, or its agents are not those of the config.
+            RenderingError: the model has no usable chat template.
+        """
+        check_agents(config, environment)
+        info = await policy.info()
+        tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
+        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
+        own, *others = config.policies
+        policies: dict[str, TrainablePolicy] = {own: policy}
+        for place, name in enumerate(others, 1):
+            lora = config.agents[name].lora or config.lora
+            policies[name] = await policy.create_policy(lora, name=name, seed=config.training.seed + place)
+        return cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
+
+    async def resume(self, step: int) -> None:
+        """Go on after the checkpoints of `step`; 0 needs none.
+
+        Raises:
+            CheckpointError: a part of one is missing, corrupt, or of another run.
+        """
+        self.steps_done = step
+        self.phases = PhaseBarrier(list(self._policies), start=Moment(step, Phase.ROLLOUT))
+        if not step:
+            return
+        loaded = await asyncio.gather(*(policy.load(checkpoint_name(step)) for policy in self._policies.values()))
+        state = DriverState.from_json(loaded[0].get("driver"), step, self.config.training.seed)
+        if state is not None:
+            self._task_position, self._evaluated_at = state.task_position, state.evaluated_at
+            self._fruitless = state.fruitless
+            for row in state.later(self._recorder.rows):
+                if row["kind"] == "agents_evaluation":
+                    self._evaluated_at = row["step"]
+
+    async def run(self, steps: int) -> None:
+        """Train for `steps` more steps, evaluating as the config says.
+
+        Raises:
+            EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
+        """
+        evaluation, last = self.config.evaluation, self.steps_done + steps
+        if evaluation.at_start and self.steps_done == 0:
+            await self.evaluate()
+        while self.steps_done < last:
+            if self._evaluation_is_due():
+                await self.evaluate()
+            await self.step()
+            if (every := self.config.training.save_every) and self.steps_done % every == 0:
+                await self.save(checkpoint_name(self.steps_done))
+        if (evaluation.at_end or self._evaluation_is_due()) and self._evaluated_at != self.steps_done:
+            await self.evaluate()
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.config.evaluation.every
+        return bool(every and self.steps_done and self.steps_done % every == 0 and self._evaluated_at != self.steps_done)
+
+    async def step(self) -> Row:
+        """One iteration: all games, then all updates."""
+        config, number = self.config, self.steps_done + 1
+        moment = Moment(self.steps_done, Phase.ROLLOUT)
+        started = time.monotonic()
+        count = config.rollout.groups_per_step
+        tasks = await self._tasks.draw(config.training.seed, self._task_position, count)
+        groups = await self._runner.run(self._players(), tasks, self._group_size, number)
+        sampled = time.monotonic()
+        self._finish(moment)
+        await self._check_usable(groups)
+        assert all(self.phases.may(name, moment.next) for name in self._policies), "no update before all games are over"
+        optimizers = {name: self._optimizer(name, number) for name in self._learners}
+        learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
+        ended = time.monotonic()
+        self._finish(moment.next)
+        self._task_position += count
+        rows = {
+            name: step_row(
+                number,
+                self._experience(name, groups),
+                result.batch,
+                result.trained,
+                Timing(sampled - started, ended - sampled - result.publish_s, result.publish_s, ended - started),
+                learning_rate=optimizers[name].learning_rate,
+                task_position=self._task_position,
+            )
+            for name, result in learned.items()
+        }
+        row = agents_row("agents_step", number, rows, task_position=self._task_position, step_s=ended - started)
+        self._recorder.row(row)
+        for name, of_agent in groups.items():
+            for episode in pick_transcripts(of_agent, config.training.transcripts_per_step):
+                record = transcript_row(episode, step=number, phase="train") | {"agent": name}
+                self._recorder.transcript(record, images_of(episode))
+        self.steps_done = number
+        return row
+
+    async def evaluate(self) -> Row | None:
+        """All agents play the held-out tasks; None if the environment has none."""
+        if self._held_out is None:
+            self._held_out = await self._tasks.held_out(self.config.evaluation.max_tasks)
+        if not self._held_out:
+            return None
+        started, evaluation = time.monotonic(), self.config.evaluation
+        players = self._players(evaluation.temperature)
+        groups = await self._evaluator.run(players, self._held_out, evaluation.samples_per_task, self.steps_done)
+        rows: dict[str, Row] = {}
+        for name, of_agent in groups.items():
+            result = summarize_groups(of_agent, seed=self.config.training.seed, pass_at=evaluation.pass_at)
+            if result is None:
+                await self._policies[self.config.policies[0]].info()  # a dead server is the better explanation
+                raise EpisodesFailedError(f"no episode of '{name}' was usable in evaluation: {commonest_failure(of_agent)}")
+            rows[name] = evaluation_row(self.steps_done, result, of_agent, seconds=time.monotonic() - started)
+            for group in of_agent[:EVALUATION_TRANSCRIPTS]:
+                for episode in (group.episodes or group.failures)[:1]:
+                    record = transcript_row(episode, step=self.steps_done, phase="evaluation") | {"agent": name}
+                    self._recorder.transcript(record, images_of(episode))
+        row = agents_row("agents_evaluation", self.steps_done, rows, evaluation_s=time.monotonic() - started)
+        self._recorder.row(row)
+        self._evaluated_at = self.steps_done
+        return row
+
+    async def save(self, name: str) -> dict[str, Any]:
+        """Checkpoints of all policies under one name; what the job's own says of its checkpoint."""
+        state = DriverState(
+            step=self.steps_done,
+            seed=self.config.training.seed,
+            task_position=self._task_position,
+            rows=len(self._recorder.rows),
+            evaluated_at=self._evaluated_at,
+            fruitless=self._fruitless,
+            config=self.config.model_dump(mode="json"),
+        ).to_json()
+        keep_last = kept(self.config.training, name)
+        own, *others = self._policies.values()
+        await asyncio.gather(*(policy.save(name, driver=state, keep_last=keep_last) for policy in others))
+        return await own.save(name, driver=state, keep_last=keep_last)
+
+    async def close(self) -> None:
+        """End what the environments left running."""
+        await self._runner.close()
+        await self._evaluator.close()
+
+    async def _update(self, name: str, groups: Groups, optimizer: AdamParams, step: int) -> Learned:
+        return await self._learners[name].learn(self._experience(name, groups), optimizer, step)
+
+    def _experience(self, name: str, groups: Groups) -> list[Group]:
+        """What the policy of an agent learns from: the agent's groups, and those of the agents that share it."""
+        sharing = [name, *(other for other, agent in self.config.agents.items() if agent.policy == name)]
+        return [group for agent in sharing for group in groups[agent]]
+
+    def _optimizer(self, name: str, step: int) -> AdamParams:
+        training = self.config.training
+        own = self.config.agents[name].optimizer
+        return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step)
+
+    def _finish(self, moment: Moment) -> None:
+        for name in self._policies:
+            self.phases.finish(name, moment, time.monotonic())
+
+    async def _check_usable(self, groups: Groups) -> None:
+        everything = [group for name in self._learners for group in self._experience(name, groups)]
+        if any(e.trains for g in everything for e in g.episodes):
+            self._fruitless = 0
+            return
+        await self._policies[self.config.policies[0]].info()  # raises if the server is gone: the better explanation
+        self._fruitless += 1
+        if self._fruitless >= FRUITLESS_STEPS:
+            raise EpisodesFailedError(
+                f"no episode was usable in {FRUITLESS_STEPS} steps in a row: {commonest_failure(everything)}",
+                hint="transcripts.jsonl holds a failed episode of each step",
+            )
+
+    def _players(self, temperature: float | None = None) -> dict[str, Player]:
+        """Who plays which seat; with the temperature of an evaluation, if it is one."""
+        return {
+            name: self._scripts[name] if agent.script else self._player(agent.policy or name, temperature)
+            for name, agent in self.config.agents.items()
+        }
+
+    def _player(self, name: str, temperature: float | None) -> PolicyPlayer:
+        sampling = _sampling(self.config, name)
+        if temperature is not None:
+            sampling = sampling.model_copy(update={"temperature": temperature})
+        params = SamplingParams(**sampling.model_dump(), stop_token_ids=self._renderer.stop_token_ids)
+        policy, deadline_s = self._policies[name], self.config.rollout.generation_timeout_s
+
+        async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
+            return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
+
+        async def upload(images: Sequence[Image]) -> Mapping[str, ImageChunk]:
+            if not self._renderer.takes_images:
+                raise ConfigError(
+                    "the environment shows images, but the base model takes none",
+                    hint="use a vision-language model as base_model",
+                )
+            return await policy.upload([image.data for image in images])
+
+        trains = not self.config.agents[name].frozen
+        return PolicyPlayer(self._renderer, generate, params, self._max_model_len, upload, trains)
+
+
+def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
+    """Raises: ConfigError when the environment's agents are not those of the config, or one of the two knows of none."""
+    played = played_by(environment)
+    if played is None:
+        if config.agents:
+            raise ConfigError(
+                f"agents: {environment.__name__} is an environment for one agent", hint="derive it from MultiAgentEnvironment"
+            )
+        return
+    there = ", ".join(played.agents)
+    if missing := [name for name in played.agents if name not in config.agents]:
+        raise ConfigError(
+            f"agents: nobody plays '{missing[0]}' of {played.__name__}",
+            hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own",
+        )
+    if unknown := [name for name in config.agents if name not in played.agents]:
+        raise ConfigError(f"agents: {played.__name__} has no agent '{unknown[0]}'", hint=f"its agents are {there}")
+
+
+def played_by(environment: type[Environment]) -> type[MultiAgentEnvironment] | None:
+    """The author's class, of an environment of several agents."""
+    return environment.played if issubclass(environment, SharedEnvironment) else None
+
+
+def seats_of(environment: type[Environment]) -> Seats:
+    """Raises: ConfigError when the environment is for one agent."""
+    played = played_by(environment)
+    if played is None:
+        raise ConfigError(
+            f"{environment.__name__} is an environment for one agent", hint="derive it from opentinker.MultiAgentEnvironment"
+        )
+    return Seats(played.agents, played.protocol)
+
+
+def agents_row(kind: str, step: int, rows: Mapping[str, Row], **fields: Any) -> Row:
+    """One row for all agents: what each would have alone is below its name."""
+    rewards = [row["reward_mean"] for row in rows.values() if row["reward_mean"] is not None]
+    inner = {name: {k: v for k, v in row.items() if k not in ("kind", "step")} for name, row in rows.items()}
+    mean = sum(rewards) / len(rewards) if rewards else None
+    sampled = sum(row["tokens_sampled"] for row in rows.values())
+    errors = max((row["errors"] for row in rows.values()), default=0)
+    return {
+        "kind": kind,
+        "step": step,
+        "reward_mean": mean,
+        "tokens_sampled": sampled,
+        "errors": errors,
+        **fields,
+        "agents": inner,
+    }
+
+
+def _sampling(config: RLJobConfig, name: str) -> SamplingConfig:
+    return config.agents[name].sampling or config.sampling
+
+
+async def _together(updates: Mapping[str, Awaitable[Learned]]) -> dict[str, Learned]:
+    """All results; when one fails, the others are ended first and the error names the agent."""
+    tasks = {name: asyncio.ensure_future(update) for name, update in updates.items()}
+    try:
+        await asyncio.gather(*tasks.values())
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    return {name: task.result() for name, task in tasks.items()}

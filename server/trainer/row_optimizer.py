@@ -1,0 +1,85 @@
+"""The optimizer of one policy on several ranks: each keeps masters and moments of its rows, and steps those."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from opentinker.server.trainer.gathered import Gather, Gathered
+from opentinker.server.trainer.optimizer import MasterOptimizer
+from opentinker.server.trainer.ranks import Ranks
+
+
+class RowOptimizer(MasterOptimizer):
+    """A `MasterOptimizer` of which every rank has one. A parameter is sharded by FSDP2, or whole on all ranks: then gradients
+    here are those of this rank's data alone, until a step sums them, and every rank gets what the others made of their rows.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: Ranks, gather: Gather | None = None) -> None:
+        """`gather` gives the full tensors of `state`, on the rank that saves."""
+        self._ranks, self._gather = ranks, gather
+        self.closed = False
+        super().__init__(parameters)
+        self._wholes = [name for name, p in self.parameters.items() if not isinstance(p, DTensor)]
+
+    def close(self) -> None:
+        super().close()
+        self.closed = True
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else self._ranks.rows(tensor)
+
+    def _collected(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+    def _no_gradient(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        like = self.masters[name] if isinstance(parameter, DTensor) else parameter
+        return torch.zeros_like(like, dtype=torch.float32, requires_grad=False)
+
+    def _take_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
+        summed = self._ranks.sum_rows([self.gradient(name) for name in self._wholes])
+        own = dict(zip(self._wholes, summed, strict=True))
+        return [own[name] if name in own else self.gradient(name) for name in names]
+
+    def _norm(self, gradients: Sequence[torch.Tensor]) -> float:
+        square = torch.zeros(1, dtype=torch.float64, device=self._ranks.device)
+        if present := [gradient for gradient in gradients if gradient.numel()]:
+            square += torch.stack(torch._foreach_norm(present)).double().square().sum()
+        return float(self._ranks.sum(square).sqrt())
+
+    def _publish_masters(self) -> None:
+        self._publish_sharded()
+        for dtype in dict.fromkeys(self.parameters[name].dtype for name in self._wholes):
+            names = [name for name in self._wholes if self.parameters[name].dtype == dtype]
+            rows = [self.masters[name].to(dtype) for name in names]
+            for name, full in zip(
+                names, self._ranks.gather(rows, [self.parameters[name].shape for name in names]), strict=True
+            ):
+                self.parameters[name].detach().copy_(full)
+
+    def _publish_sharded(self) -> None:
+        for name, parameter in self.parameters.items():
+            if isinstance(parameter, DTensor):
+                self._own(parameter.detach()).copy_(self.masters[name])
+
+    def _publish_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Every rank has the full state at hand, so that nothing is exchanged."""
+        self._publish_sharded()
+        for name in self._wholes:
+            parameter, key = self.parameters[name].detach(), f"master/{name}"
+            parameter.copy_(state[key]) if key in state else parameter.zero_()
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        assert self._gather is not None, "only the rank that saves asks for the state"
+        return Gathered(self.like(), self._gather)
+
+    def like(self) -> dict[str, torch.Tensor]:
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        return {key: torch.empty(shapes[key.split("/", 1)[1]], device="meta") for key in self.held()}
+
+    def rows(self, keys: Sequence[str]) -> tuple[list[torch.Tensor], list[torch.Size]]:
+        """(this rank's rows, the full shapes) of tensors of the state."""
+        held, like = self.held(), self.like()
+        return [held[key] for key in keys], [like[key].shape for key in keys]

@@ -1,0 +1,60 @@
+"""A worker whose engine is elsewhere, for tests: a host in this process, and a fake engine that takes buckets."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from opentinker.server.buckets import Arrivals, Bucket, BucketAck
+from opentinker.server.carriers import Payload
+from opentinker.server.digest import tensor_digest
+from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
+from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
+from opentinker.server.engine.links import LocalLink
+from opentinker.server.engine.remote import RemoteEngine
+
+START_S = 60.0
+LAYOUTS = pytest.mark.parametrize("layout", ["colocated", "split"])
+
+
+class Bucketed:
+    """A fake engine, which only knows `update_weights`, as one that takes buckets."""
+
+    ranks = 1
+    max_model_len = 64
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def begin_update(self, update: int) -> None:
+        self._arrivals = Arrivals(0, update)
+        self._tensors: list[Any] = []
+
+    def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
+        self._arrivals.admit(bucket)
+        received = [(name, tensor.clone()) for name, tensor in bucket.tensors(payload.open())]
+        self._tensors += received
+        return [self._arrivals.note(bucket, {name: tensor_digest(tensor) for name, tensor in received})]
+
+    def finish_update(self, version: int, counts: Mapping[int, int]) -> Sequence[WeightAck]:
+        self._arrivals.close(counts)
+        return [self._engine.update_weights(cast(NamedTensors, self._tensors), version)]
+
+
+@contextmanager
+def placed(engine: Any, layout: str) -> Iterator[RolloutEngine]:
+    """The fake engine as a worker of this layout has it."""
+    if layout == "colocated":
+        yield engine
+        return
+    host = EngineHost(lambda: HostedEngine(cast(BucketEngine, Bucketed(engine))))
+    remote = RemoteEngine(LocalLink(host), host.start(START_S), bucket_bytes=64)
+    try:
+        yield remote
+    finally:
+        remote.close()
+        host.stop()
