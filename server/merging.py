@@ -30,8 +30,8 @@ def write_merged(folder: Path, target: Path, base_model: Path | None, dtype: str
         CheckpointError: the adapter is of another base model.
         ConfigError: the base model is not there, or the dtype is none of ours.
     """
-    if dtype not in (None, "float32", "bfloat16"):
-        raise ConfigError(f"dtype '{dtype}' is not one of ours", hint="float32 or bfloat16")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype '{dtype}' is not one of ours", hint="float32, bfloat16 or float16")
     state = proved_state(folder)
     home = base_model or Path(json.loads((folder / ADAPTER[0]).read_text())["base_model_name_or_path"])
     model = _load(home, "auto" if dtype is None else getattr(torch, dtype))

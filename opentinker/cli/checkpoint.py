@@ -118,7 +118,9 @@ def export(
     base_model: Annotated[
         Path | None, typer.Option(help="With --merge: where the base model is, if not where the job had it.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="With --merge: float32 or bfloat16. Default: the base model's own.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="With --merge: float32, bfloat16 or float16. Default: the base model's own.")
+    ] = None,
     as_json: JsonOption = False,
     url: UrlOption = None,
     key: KeyOption = None,

@@ -100,7 +100,7 @@ class EngineConfig(Config):
         return self
 
 
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 INFERENCE_MEMORY_FRACTION = 0.9
 """Default share of a GPU for an engine that has it to itself."""
 
@@ -109,12 +109,16 @@ class TrainerConfig(Config):
     """The trainer of the job's server."""
 
     dtype: Dtype = "bfloat16"
-    """Type of weights and activations, in trainer and engine. Master weights and optimizer state are float32 always."""
+    """Type of weights and activations, in trainer and engine. Master weights and optimizer state are float32 always. `float16`
+    is for GPUs without bfloat16: gradients are scaled, and a step whose gradients do not fit is skipped."""
     pack_tokens: Annotated[int, Field(ge=16)] = 1024
     """Tokens in one packed forward pass. A group that does not fit is split."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the layers until the backward pass, which then computes the rest again: less memory for a pack,
     so longer ones fit, for more time. The numbers are the same, bit for bit."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit`: moments in a byte each, in blocks with a scale: 2 bytes per trained parameter in place of 8, for slower
+    steps. Of the policy; a critic's stay in float32."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """How the trainer attends: `sdpa` tile by tile, `flex` with one FlexAttention kernel over a pack, which is compiled (CUDA
     only); `auto` = sdpa."""
@@ -135,6 +139,9 @@ class TrainerConfig(Config):
     def _shared_out_among_several(self) -> "TrainerConfig":
         if self.memory_gb is not None and self.ranks > 1:
             raise ValueError("memory_gb is measured and kept to on one rank only; with several, pack_tokens bounds a pass")
+        if self.ranks > 1 and (self.optimizer != "adamw" or self.dtype == "float16"):
+            which = "optimizer=adamw_8bit" if self.optimizer != "adamw" else "dtype=float16"
+            raise ValueError(f"{which} is for one rank, and ranks is {self.ranks}; use bfloat16 or float32 with adamw")
         if self.shard_base and self.ranks == 1:
             raise ValueError("shard_base shares out the base model among ranks, and there is one; set ranks to 2 or more")
         return self

@@ -195,6 +195,7 @@ def _training_metrics(trained: Mapping[str, Any] | None) -> Row:
         "mismatch_kl_mean": metrics[0]["mismatch_kl_sum"] / metrics[0]["tokens"],
         "ratio_max": max(m["ratio_max"] for m in metrics),
         "clip_fraction": sum(m.get("clipped_sum", 0.0) for m in metrics) / tokens,
+        **{name: parts[-1][name] for name in ("loss_scale", "steps_skipped") if name in parts[-1]},  # of float16 only
         **{
             name: sum(m[total] for m in metrics) / tokens if total in metrics[0] else None
             for name, total in _OPTIONAL_MEANS.items()

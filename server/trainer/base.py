@@ -69,7 +69,8 @@ class Trainer(Protocol):
 
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
         """One AdamW step on the policy's, or its critic's, accumulated gradients, which are cleared: {"grad_norm": ...} (before
-        clipping).
+        clipping). In float16 also the `loss_scale` from now on and the `steps_skipped` in all, because gradients were too large
+        for float16; a skipped step has norm 0.
 
         Raises:
             TrainerError: the gradient is not finite; the gradients are cleared and the weights stay.

@@ -1,7 +1,7 @@
 """The memory budget of a trainer: its packs take no more than what is free, or are refused before anything is computed."""
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 
 from opentinker.client.messages import Datum, IntArray, TokenChunk
 from opentinker.config.job import TrainerConfig
+from opentinker.errors import TooLargeError
 from opentinker.server.trainer.free_memory import free_bytes
 from opentinker.server.trainer.memory import (
     DoesNotFitError,
@@ -77,6 +78,22 @@ class MemoryBudget:
         self._config, self._free = config, free
         self._costs: dict[Hashable, PassCost] = {}
         self._used = config.pack_tokens
+
+    def check_state(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+        """Is there room for the optimizer state and the gradients of these parameters?
+
+        Raises:
+            TooLargeError: there is not; nothing was made.
+        """
+        free = self._free(device)
+        moments = 2 if self._config.optimizer == "adamw_8bit" else 8
+        # A gradient and the moments; and a master, where the parameter is none itself.
+        needed = sum(p.numel() * (4 + moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters)
+        if free is not None and needed > free:
+            raise TooLargeError(
+                f"to train all parameters takes {gib(needed)} beside the model, and {gib(max(free, 0))} are free",
+                hint="train an adapter (lora), or give the server more memory",
+            )
 
     def packs(self, data: Sequence[Datum], kind: PassKind, size: ModelSize, *, reserve: int, together: int = 1) -> list[Pack]:
         """The packs of `data`; `reserve` bytes of what is free are for gradients that are still to come.

@@ -58,7 +58,7 @@ class Critic:
     def save(self, folder: Path) -> dict[str, Any]:
         """Write what it takes to continue bit for bit; what `load` needs in the trainer's state."""
         checkpoint.write_tensors(folder / CRITIC, self.optimizer.state())
-        return {"critic_step": self.optimizer.step_count}
+        return {"critic_step": self.optimizer.step_count, "critic_progress": self.optimizer.progress()}
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint with this trainer's state.
@@ -68,6 +68,7 @@ class Critic:
         """
         tensors = checkpoint.read_tensors(folder / CRITIC, self.optimizer.like())
         self.optimizer.load_state(tensors, int(state["critic_step"]))
+        self.optimizer.load_progress(state.get("critic_progress", {}))
 
     def start_from(self, folder: Path) -> None:
         """Begin anew at a checkpoint's weights.

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.optim.adamw import adamw
 
 from opentinker.client.messages import AdamParams
 from opentinker.errors import TrainerError
+from opentinker.server.trainer.loss_scale import LossScale
 
 
 class MasterOptimizer:
@@ -22,9 +24,12 @@ class MasterOptimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
         self.step_count = 0
+        self.loss_scale = LossScale() if any(p.dtype == torch.float16 for p in self.parameters.values()) else None
+        """Of float16: whoever computes gradients computes them so many times as large."""
         self.masters = {name: self._own(p.detach()).float() for name, p in self.parameters.items()}
-        self.exp_avg = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        kept = {name: master for name, master in self.masters.items() if self._keeps_float(master)}
+        self.exp_avg = {name: torch.zeros_like(master) for name, master in kept.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in kept.items()}
         # The buffers outlive a step, so that no step pays for fresh pages; `_filled` says which ones count.
         self._gradients: dict[str, torch.Tensor] = {}
         self._filled: set[str] = set()
@@ -34,6 +39,10 @@ class MasterOptimizer:
             )
             for name, p in self.parameters.items()
         ]
+
+    def _keeps_float(self, master: torch.Tensor) -> bool:
+        """Whether the moments of this master are kept in float32, in `exp_avg` and `exp_avg_sq`."""
+        return True
 
     def close(self) -> None:
         """Stop collecting gradients: the parameters are frozen again."""
@@ -88,6 +97,18 @@ class MasterOptimizer:
         missing = sum(4 * master.numel() for name, master in self.masters.items() if name not in self._gradients)
         return missing + sum(4 * self._gradients[name].numel() for name in self._filled)
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What to compute gradients of in place of the loss."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
+
+    def progress(self) -> dict[str, Any]:
+        """What `load_progress` takes beside the tensors of `state`, as JSON."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+
+    def load_progress(self, progress: Mapping[str, Any]) -> None:
+        if self.loss_scale is not None and "loss_scale" in progress:
+            self.loss_scale.load_state(progress["loss_scale"])
+
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Passes inside add their gradients together, or, when one raises, not at all."""
@@ -103,7 +124,8 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self, params: AdamParams) -> float:
-        """One step on the accumulated gradients, which are cleared; their L2 norm before clipping.
+        """One step on the accumulated gradients, which are cleared; their L2 norm before clipping. In float16 a step whose
+        gradients are not finite is skipped, with norm 0, and the loss scale is halved.
 
         A missing gradient counts as zero: its moments decay and its weights move by what momentum they have.
 
@@ -113,23 +135,49 @@ class MasterOptimizer:
         names = list(self.parameters)
         gradients = self._take_gradients(names)
         self.clear_gradients()
+        if self.loss_scale is not None:
+            torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
         norm = self._norm(gradients)
         if not norm < float("inf"):
+            if self.loss_scale is not None and self.loss_scale.overflowed():
+                return 0.0
             raise TrainerError(
                 f"the gradient norm is {norm}; the weights are unchanged",
                 hint="lower the learning rate, or look for extreme ratios",
             )
+        if self.loss_scale is not None:
+            self.loss_scale.worked()
         if params.max_grad_norm is not None and norm > params.max_grad_norm:
             torch._foreach_mul_(gradients, params.max_grad_norm / norm)
         masters = [self.masters[name] for name in names]
         if params.learning_rate == 0:
             # A step of size zero can still turn -0.0 into 0.0, so it moves copies.
             masters = [master.clone() for master in masters]
+        self._move(names, masters, gradients, params)
+        self.step_count += 1
+        self._publish_masters()
+        return norm
+
+    def _move(
+        self, names: Sequence[str], masters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], params: AdamParams
+    ) -> None:
+        exp_avg, exp_avg_sq = [self.exp_avg[name] for name in names], [self.exp_avg_sq[name] for name in names]
+        self._adamw(masters, gradients, exp_avg, exp_avg_sq, params)
+
+    def _adamw(
+        self,
+        masters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        exp_avg: Sequence[torch.Tensor],
+        exp_avg_sq: Sequence[torch.Tensor],
+        params: AdamParams,
+    ) -> None:
+        """Step `step_count` + 1 of these masters and moments, in place."""
         adamw(
-            masters,
-            gradients,
-            [self.exp_avg[name] for name in names],
-            [self.exp_avg_sq[name] for name in names],
+            list(masters),
+            list(gradients),
+            list(exp_avg),
+            list(exp_avg_sq),
             [],
             [torch.tensor(float(self.step_count), device=master.device) for master in masters],
             fused=True,
@@ -141,9 +189,6 @@ class MasterOptimizer:
             eps=params.eps,
             weight_decay=params.weight_decay,
         )
-        self.step_count += 1
-        self._publish_masters()
-        return norm
 
     def _take_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
         """The gradients of the masters."""
@@ -178,6 +223,8 @@ class MasterOptimizer:
         for key, tensor in self.held().items():
             tensor.copy_(self._own(weights[key])) if key in weights else tensor.zero_()
         self.step_count = 0
+        if self.loss_scale is not None:
+            self.loss_scale.restart()
         self.clear_gradients()
         self._publish_state(weights)
 

@@ -30,6 +30,7 @@ from opentinker.server.trainer import checkpoint, lora
 from opentinker.server.trainer.base import ForwardBackwardResult
 from opentinker.server.trainer.budget import MemoryBudget, ModelSize, PassKind
 from opentinker.server.trainer.critic import Critic
+from opentinker.server.trainer.eight_bit import EightBitOptimizer
 from opentinker.server.trainer.identity import BASE, base_digest, check_base
 from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_loss
 from opentinker.server.trainer.model import PackedModel
@@ -101,6 +102,7 @@ class TorchTrainer:
         Raises:
             ConflictError: the name is taken, or a full-parameter policy would share the model.
             ConfigError: the adapter's config, or its critic's, is wrong or fits no layer.
+            TooLargeError: there is no memory for the optimizer state of all parameters.
         """
         if policy in self._policies:
             raise ConflictError(f"there already is a policy {policy}")
@@ -111,6 +113,8 @@ class TorchTrainer:
         critic_config = None if spec.critic is None else parse_config(LoraConfig, spec.critic)
         head = ScalarHead(self._model.hidden_size, self._device, bias=False) if spec.head == "scalar" else None
         if spec.lora is None:
+            if self._config.ranks == 1:  # of several, each keeps a part
+                self._budget.check_state(self._model.trainable().values(), self._device)
             self._before_full(self._model)
             parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
             self._policies[policy] = _Policy(self._optimizer(policy, parameters), None, (), head)
@@ -134,7 +138,7 @@ class TorchTrainer:
         """A model is about to be trained in all its parameters, or was loaded beside one that is."""
 
     def _optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> MasterOptimizer:
-        return MasterOptimizer(parameters)
+        return (EightBitOptimizer if self._config.optimizer == "adamw_8bit" else MasterOptimizer)(parameters)
 
     def delete_policy(self, policy: str) -> None:
         """Forget a policy. The base weights are pristine afterwards: after a full-parameter policy they are its reference's,
@@ -247,7 +251,7 @@ class TorchTrainer:
         sequence_N = torch.from_numpy(pack.data_N.astype(np.int64)).to(self._device)
         total, metrics = token_loss(loss, scores_N, self._arrays(data, pack), sequence_N, entropies_N)
         self._check_loss(metrics["loss_sum"], factor)
-        (total * factor).backward()  # type: ignore[no-untyped-call]
+        self._trained_by(policy, loss).scaled(total * factor).backward()  # type: ignore[no-untyped-call]
         _scatter(pack, scores_N.detach(), scores)
         return metrics
 
@@ -278,9 +282,11 @@ class TorchTrainer:
 
     @memory_explained()
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
-        if not critic:
-            return {"grad_norm": self._get(policy).optimizer.step(params)}
-        return {"grad_norm": self._critic(policy).optimizer.step(params)}
+        optimizer = self._critic(policy).optimizer if critic else self._get(policy).optimizer
+        report = {"grad_norm": optimizer.step(params)}
+        if (scale := optimizer.loss_scale) is not None:
+            report |= {"loss_scale": scale.value, "steps_skipped": float(scale.skipped)}
+        return report
 
     def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
         self._check_samples(policy)
@@ -339,7 +345,7 @@ class TorchTrainer:
         for name, text in (beside or {}).items():
             (folder / name).write_text(text)
         base = {} if state.lora is None else {BASE: self._base_digest()}
-        known = {**(about or {}), **self._identity(state), **base, **critic}
+        known = {**(about or {}), **self._identity(state), **base, **critic, **state.optimizer.progress()}
         return checkpoint.seal(folder, {**known, "step": state.optimizer.step_count})
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
@@ -365,6 +371,7 @@ class TorchTrainer:
         if state.critic is not None:
             state.critic.load(folder, found)
         state.optimizer.load_state(tensors, int(found["step"]))
+        state.optimizer.load_progress(found)
 
     def _identity(self, state: _Policy) -> dict[str, Any]:
         """What a checkpoint and the policy that loads it must have in common, besides all tensor shapes."""

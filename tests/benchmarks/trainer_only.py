@@ -5,7 +5,7 @@ Usage: python tests/benchmarks/trainer_only.py MODEL_DIR [REPEATS] [LAYERS]
 The second measures the memory of one pass, as the first does in processes of its own. LAYERS: of the model whose memory is
 measured, which has random weights; by default as many as the model has.
 
-Shape: 8 prompts of 96 tokens x 8 completions of 32, loss on the completions, bf16 weights, full parameters, one forward and
+Shape: 4 prompts of 96 tokens x 8 completions of 32, loss on the completions, bf16 weights, full parameters, one forward and
 backward pass over all of it:
   shared    the product: packs in which each prompt is computed once
   packed    the product with prompts that all differ: packs, no padding, nothing shared
@@ -37,7 +37,7 @@ from opentinker.config.job import TrainerConfig
 from opentinker.server.trainer.packing import pack_data
 from opentinker.server.trainer.trainer import TorchTrainer
 
-GROUPS, SIZE, PROMPT, COMPLETION = 8, 8, 96, 32
+GROUPS, SIZE, PROMPT, COMPLETION = 4, 8, 96, 32
 LOSS = LossConfig(name="cross_entropy")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

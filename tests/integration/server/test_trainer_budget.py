@@ -83,6 +83,17 @@ def test_memory_that_runs_out_in_a_step_leaves_the_policy_as_it_was(
     trainer.forward_backward("p", data, PPO, 0.1)
 
 
+def test_a_policy_without_room_for_its_optimizer_state_is_refused(tiny_model_dir: Path) -> None:
+    trainer = make_trainer(tiny_model_dir)
+    free = trainer._budget._free
+    trainer._budget._free = lambda device: 100_000
+    with pytest.raises(TooLargeError, match=r"to train all parameters takes 0.00 GiB beside the model") as caught:
+        trainer.create_policy("p", PolicySpec())
+    assert "lora" in caught.value.hint
+    trainer._budget._free = free
+    trainer.create_policy("p", PolicySpec())
+
+
 LIMITED = """
 import resource, sys
 from pathlib import Path

@@ -65,6 +65,10 @@ def test_each_rank_of_the_trainer_needs_a_gpu_of_its_own() -> None:
         parse_job({**MINIMAL, "kind": "rl", "trainer": {"shard_base": True}})
     with pytest.raises(ConfigError, match="memory_gb is measured and kept to on one rank only"):
         parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 2, "memory_gb": 1.0}})
+    with pytest.raises(ConfigError, match="optimizer=adamw_8bit is for one rank"):
+        parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 2, "optimizer": "adamw_8bit"}})
+    with pytest.raises(ConfigError, match="dtype=float16 is for one rank"):
+        parse_job({**MINIMAL, "kind": "rl", "trainer": {"ranks": 2, "dtype": "float16"}})
     split = {"layout": "split", "trainer": {"gpus": 1}, "rollout": {"gpus": 1}}
     for resources, key in (
         ({"gpus": 2}, "resources.gpus"),
