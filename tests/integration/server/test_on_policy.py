@@ -101,8 +101,10 @@ async def test_with_learning_rate_0_nothing_moves_in_20_steps_and_the_mismatch_s
     [final] = (tmp_path / "run" / "checkpoints").glob("final@*")
     before, after = load_file(tmp_path / "model" / "model.safetensors"), load_file(final / "model.safetensors")
     assert_same({name: after[name] for name in before}, before)
-    mismatch = [abs(row["mismatch_kl_mean"]) for row in rows]
+    trained = [row for row in rows if row["grad_norm"] is not None]  # in the others all episodes of a group earned the same
+    mismatch = [abs(row["mismatch_kl_mean"]) for row in trained]
     print(f"mismatch: first {mismatch[0]:.1e}, largest {max(mismatch):.1e}")
     assert len(rows) == 20
+    assert len(trained) >= 5
     assert max(mismatch) < 1e-6
-    assert all(row["grad_norm"] > 0 for row in rows), "there was something to learn"
+    assert all(row["grad_norm"] > 0 for row in trained), "there was something to learn"
