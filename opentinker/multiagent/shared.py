@@ -179,7 +179,7 @@ def shared(played: type[MultiAgentEnvironment]) -> type[SharedEnvironment]:
     if inspect.iscoroutinefunction(played.reset):
 
         async def reset(self: SharedEnvironment, task: Any) -> Any:
-            return self._first(await self._played.reset(task))
+            return self._first(await _awaited(self._played.reset(task)))
 
         setattr(made, "reset", reset)  # noqa: B010  mypy takes it for an assignment to a method
     own = [getattr(played, name) for name in _STEPS if getattr(played, name) is not getattr(MultiAgentEnvironment, name)]
@@ -202,7 +202,7 @@ def shared(played: type[MultiAgentEnvironment]) -> type[SharedEnvironment]:
     made.played = played
     made.execution, made.task_columns, made.host_args = played.execution, played.task_columns, played.host_args
     made.__name__, made.__qualname__, made.__module__ = played.__name__, played.__qualname__, played.__module__
-    made.__doc__, made.__signature__ = played.__doc__, inspect.signature(played)  # type: ignore[union-attr]
+    made.__doc__, made.__signature__ = played.__doc__, inspect.signature(played)  # type: ignore[attr-defined]
     return made
 
 
