@@ -16,5 +16,5 @@ class TurnsConfig(Config):
     """Longest time from when a turn is granted until its action is there."""
     on_late: OnLate = "abort"
     """What becomes of an episode in which an agent's turn takes too long or its policy fails: 'abort' = it ends in an error and
-    is run anew; 'forfeit' = the agent leaves and the environment says how the others go on; 'skip' = its turn is lost; 'fail' =
-    the run ends with an error that names the agent."""
+    is run anew; 'forfeit' = the agent leaves and the environment says how the others go on; 'skip' = its turn is lost and
+    counts as one of `rollout.max_turns`; 'fail' = the run ends with an error that names the agent."""

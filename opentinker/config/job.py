@@ -556,6 +556,8 @@ class RLJobConfig(JobConfig):
     @model_validator(mode="after")
     def _agents_have_players(self) -> "RLJobConfig":
         if not self.agents:
+            if self.turns != TurnsConfig():
+                raise ValueError("turns are those of several agents, and there are no agents")
             return self
         own = self.policies
         if not [name for name in own if not self.agents[name].frozen]:
@@ -590,11 +592,13 @@ class RLJobConfig(JobConfig):
 
     @model_validator(mode="after")
     def _action_fits_context(self) -> "RLJobConfig":
-        if self.sampling.max_tokens >= self.engine.max_model_len:
-            raise ValueError(
-                f"sampling.max_tokens ({self.sampling.max_tokens}) leaves no room for a prompt in "
-                f"engine.max_model_len ({self.engine.max_model_len})"
-            )
+        own = {f"agents.{name}.": agent.sampling for name, agent in self.agents.items() if agent.sampling}
+        for where, sampling in {"": self.sampling, **own}.items():
+            if sampling.max_tokens >= self.engine.max_model_len:
+                raise ValueError(
+                    f"{where}sampling.max_tokens ({sampling.max_tokens}) leaves no room for a prompt in "
+                    f"engine.max_model_len ({self.engine.max_model_len})"
+                )
         return self
 
     @model_validator(mode="after")

@@ -349,6 +349,8 @@ class GameDriver:
             if agent.machine is None:
                 agent.entered = (agent.entered or bool(shown)) and not leaves
                 agent.waiting.shown += shown
+                if leaves:
+                    await self._end(agent, Termination.DONE)
                 continue
             if name in actors:
                 await self._answer(agent, told, ends=news.done or leaves)

@@ -322,8 +322,12 @@ def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
     played = played_by(environment)
     if played is None:
         if config.agents:
+            hosted = config.environment.name.startswith(("http://", "https://"))
             raise ConfigError(
-                f"agents: {environment.__name__} is an environment for one agent", hint="derive it from MultiAgentEnvironment"
+                f"agents: {environment.__name__} is an environment for one agent",
+                hint="one for several agents runs beside the driver: name its class, not its server"
+                if hosted
+                else "derive it from MultiAgentEnvironment",
             )
         return
     there = ", ".join(played.agents)

@@ -268,6 +268,9 @@ def test_an_environment_for_one_takes_no_agents_and_one_for_several_needs_them(m
     with pytest.raises(ConfigError, match="Seven is an environment for one agent"):
         check_agents(config(make_config), seven)
     check_agents(make_config(), seven)
+    hosted = config(make_config, environment={"name": "http://127.0.0.1:1"})
+    with pytest.raises(ConfigError, match="name its class, not its server"):
+        check_agents(hosted, seven)
     with pytest.raises(ConfigError, match="nobody plays 'black'"):
         check_agents(make_config(), load_environment(Seats))
 
@@ -288,6 +291,8 @@ def test_an_environment_for_one_takes_no_agents_and_one_for_several_needs_them(m
         ({"a": {}, "b": {"algorithm": {"kind": "grpo", "group_size": 4}}}, {}, "need the same group_size"),
         ({"a": {}, "b": {"algorithm": {"kind": "ppo"}}}, {}, "cannot learn by PPO with a critic yet"),
         ({"a": {}, "b": {}}, {"evaluation": {"keep_best": True}}, "are for a job of one agent"),
+        ({"a": {}, "b": {"sampling": {"max_tokens": 4096}}}, {}, "agents.b.sampling.max_tokens (4096) leaves no room"),
+        ({}, {"turns": {"on_late": "skip"}}, "turns are those of several agents"),
         ({"a": {"polcy": "b"}, "b": {}}, {}, "policy"),
     ],
 )
