@@ -25,7 +25,7 @@ from opentinker.client.messages import (
     validate,
 )
 from opentinker.config.base import nearest
-from opentinker.errors import CheckpointError, InvalidRequestError, OpenTinkerError, UnavailableError
+from opentinker.errors import CheckpointError, InvalidRequestError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.server.engine.base import AdapterId
 from opentinker.server.images import resolved
 from opentinker.server.keeping import DRIVER, check_keep_last, driver_json, prune, read_driver, tags
@@ -155,7 +155,7 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
                     report |= _trained(trainer, policy, part, loss, minibatch.factor, optimizer)
                 reports.append(report)
             except OpenTinkerError as error:
-                if len(minibatches) > 1:
+                if len(minibatches) > 1 and not isinstance(error, ServerLostError):
                     done = f"minibatch {len(reports)} of {len(minibatches)}"
                     error.detail = f"{done}: {error.detail}; those before it were applied"
                 raise

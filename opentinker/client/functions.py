@@ -10,6 +10,7 @@ from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import ADAPTERS, load_function
 from opentinker.errors import ConfigError
+from opentinker.multiagent.shared import SharedEnvironment
 
 A = TypeVar("A")
 ADAPTER_ARGUMENTS = ("codec", "opponent")
@@ -103,8 +104,9 @@ def with_adapter_functions(config: RLJobConfig, environment: type[Environment], 
 
 
 def _adapter_functions(config: RLJobConfig, environment: type[Environment] | None) -> dict[str, str]:
+    authors = environment.played if environment is not None and issubclass(environment, SharedEnvironment) else environment
     adapted = config.environment.name.partition(":")[0] in ADAPTERS or (
-        environment is not None and any(base.__module__.startswith("opentinker.env.adapters.") for base in environment.__mro__)
+        authors is not None and any(base.__module__.startswith("opentinker.env.adapters.") for base in authors.__mro__)
     )
     given = {key: config.environment.args.get(key) for key in ADAPTER_ARGUMENTS} if adapted else {}
     return {key: value for key, value in given.items() if isinstance(value, str) and value.rpartition(":")[0].endswith(".py")}

@@ -19,7 +19,16 @@ from opentinker.multiagent.environment import MultiAgentEnvironment
 from opentinker.multiagent.protocol import check_seats
 from opentinker.multiagent.shared import SharedEnvironment, shared
 
-ADAPTERS = ("gymnasium", "openenv", "pettingzoo", "reasoning_gym", "textarena", "verifiers")
+ADAPTERS = (
+    "gymnasium",
+    "openenv",
+    "pettingzoo",
+    "pettingzoo_aec",
+    "pettingzoo_parallel",
+    "reasoning_gym",
+    "textarena",
+    "verifiers",
+)
 """Other ecosystems; each has a module in `opentinker.env.adapters`."""
 
 _names: "WeakKeyDictionary[type[Environment], tuple[str, Path]]" = WeakKeyDictionary()

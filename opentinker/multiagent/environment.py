@@ -29,6 +29,10 @@ class MultiStepResult:
     """By agent: numbers worth averaging, such as {"black": {"won": 1.0}}."""
 
 
+First = Mapping[str, Observation] | MultiStepResult
+"""What `reset` gives: what each agent that takes part is shown first; as a result where `next_agents` is to say who begins."""
+
+
 class MultiAgentEnvironment:
     """One episode that several agents play. An instance is used once: reset, then steps until it is done.
 
@@ -74,7 +78,7 @@ class MultiAgentEnvironment:
     def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
         """Called once, before any episode, with tasks from a file or dataset: raise a ConfigError if they are unfit."""
 
-    def reset(self, task: Any) -> Mapping[str, Observation] | Awaitable[Mapping[str, Observation]]:
+    def reset(self, task: Any) -> First | Awaitable[First]:
         """Begin an episode: what each agent that takes part is shown first."""
         raise NotImplementedError(f"{type(self).__name__} must define reset(self, task)")
 

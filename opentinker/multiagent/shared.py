@@ -9,6 +9,7 @@ An action's text is a JSON document that says who acts; a result's first message
 The messages that agents are shown follow in that order, as they are, so that images in them need no other way.
 """
 
+import copyreg
 import functools
 import inspect
 import json
@@ -43,7 +44,20 @@ class News:
     done: bool = False
 
 
-class SharedEnvironment(Environment):
+class SharedType(type):
+    """The type of classes that `shared` makes. They travel between processes as what they were made of."""
+
+    played: type[MultiAgentEnvironment]
+
+
+def _travel(cls: SharedType) -> Any:
+    return (shared, (cls.played,)) if "played" in vars(cls) else cls.__qualname__
+
+
+copyreg.pickle(SharedType, _travel)
+
+
+class SharedEnvironment(Environment, metaclass=SharedType):
     """`played`, as an Environment. Its observations and actions are encoded; see the module."""
 
     played: ClassVar[type[MultiAgentEnvironment]]
@@ -76,12 +90,13 @@ class SharedEnvironment(Environment):
 
     def _first(self, observations: Any) -> Sequence[Message]:
         what = f"{type(self).__name__}.reset"
-        if not isinstance(observations, Mapping) or not observations:
+        first = observations if isinstance(observations, MultiStepResult) else MultiStepResult(observations=observations)
+        if not isinstance(first.observations, Mapping) or not first.observations:
             raise EnvironmentFailedError(
                 f"{what} gave {type(observations).__name__}", hint="give what each agent is shown first, by its name"
             )
         self.tools = self._played.tools
-        return self._encoded(MultiStepResult(observations=observations), what)[0]
+        return self._encoded(first, what)[0]
 
     def _result(self, result: Any, method: str) -> StepResult:
         what = f"{type(self).__name__}.{method}"
@@ -200,7 +215,9 @@ def shared(played: type[MultiAgentEnvironment]) -> type[SharedEnvironment]:
         finalize.__wrapped__ = played.finalize  # type: ignore[attr-defined]
         setattr(made, "finalize", finalize)  # noqa: B010  mypy does not know which class it is
     made.played = played
-    made.execution, made.task_columns, made.host_args = played.execution, played.task_columns, played.host_args
+    made.execution, made.task_columns = played.execution, played.task_columns
+    # A server goes through its bases' for what clients may not set, and these bases are not the author's.
+    made.host_args = tuple(dict.fromkeys(name for base in played.__mro__ for name in vars(base).get("host_args", ())))
     made.__name__, made.__qualname__, made.__module__ = played.__name__, played.__qualname__, played.__module__
     made.__doc__, made.__signature__ = played.__doc__, inspect.signature(played)  # type: ignore[attr-defined]
     return made

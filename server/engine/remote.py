@@ -172,7 +172,8 @@ class RemoteEngine:
             carrier.close()
 
     def update_adapter(self, adapter: LoraTensors, at: AdapterId) -> WeightAck:
-        tensors = {name: tensor.detach().cpu() for name, tensor in adapter.tensors.items()}
+        # Copies: a slice of a larger tensor would be sent with all of that.
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in adapter.tensors.items()}
         return cast(WeightAck, self.call("update_adapter", replace(adapter, tensors=tensors), at))
 
     def drop_adapter(self, at: AdapterId) -> None:

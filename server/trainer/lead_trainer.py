@@ -76,20 +76,20 @@ class LeadTrainer(RankTrainer):
         return self._others.pids
 
     def create_policy(self, policy: str, spec: PolicySpec) -> None:
-        self._check_alive()
+        self._others.check()
         super().create_policy(policy, spec)  # one that it refuses, the others never hear of
         self._tell("create_policy", policy, spec)
         self._known.add(policy)
 
     def delete_policy(self, policy: str) -> None:
-        self._check_alive()
+        self._others.check()
         super().delete_policy(policy)
         if policy in self._known:
             self._known.remove(policy)
             self._tell("delete_policy", policy)
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
-        self._check_alive()
+        self._others.check()
         super().load(policy, folder, weights_only=weights_only)
         self._tell("load_share", policy, folder, weights_only)
 
@@ -129,7 +129,7 @@ class LeadTrainer(RankTrainer):
         return optimizer
 
     def _whole(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tensor]:
-        self._check_alive()
+        self._others.check()
         sharded = {name: p.nbytes for name, p in parameters.items() if isinstance(p, DTensor)}
         if not sharded:
             return parameters
@@ -146,10 +146,6 @@ class LeadTrainer(RankTrainer):
         """(name, full tensor) of each, a bucket after the other; whoever asks may stop anywhere."""
         for bucket in buckets(names, lambda name: sizes[name]):
             yield from zip(bucket, self._all("contribute", [(source, bucket)] * self._ranks.count)[0], strict=True)
-
-    def _check_alive(self) -> None:
-        if self._others.lost is not None:
-            raise self._others.lost
 
     def _tell(self, method: str, *arguments: Any) -> None:
         """Let the others do what was done here, in which nothing is exchanged; a model may be loaded for it.

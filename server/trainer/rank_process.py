@@ -180,14 +180,18 @@ class RankProcesses:
         for process in self._processes:
             process.watch(ended)
 
+    def check(self) -> None:
+        """Raises: RanksLostError when one was lost before."""
+        if self.lost is not None:
+            raise RanksLostError(self.lost.detail, hint=self.lost.hint)
+
     def command(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
         """Let each rank call its trainer's method with arguments of its own.
 
         Raises:
             RanksLostError: one is gone.
         """
-        if self.lost is not None:
-            raise self.lost
+        self.check()
         try:
             for process, mine in zip(self._processes, arguments, strict=True):
                 process.send((method, mine))

@@ -144,8 +144,9 @@ class RankTrainer(TorchTrainer):
         Raises:
             AgreedError: the gradient over all ranks is not finite.
         """
+        optimizer = (self._critic(policy) if critic else self._get(policy)).optimizer
         try:
-            return super().optim_step(policy, params, critic=critic)
+            return {"grad_norm": optimizer.step(params)}
         except TrainerError as error:
             raise AgreedError(error) from error
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -111,12 +112,12 @@ class Ranks:
         return summed
 
     def gather(self, rows: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> Iterator[torch.Tensor]:
-        """The full tensors of these shapes, of one dtype, of which each rank gives its rows. All that is yielded has to be
-        taken."""
-        pairs = list(zip(rows, shapes, strict=True))
-        for bucket in buckets(pairs, lambda pair: pair[0].element_size() * pair[1].numel()):
+        """The full tensors of these shapes, of which each rank gives its rows. All that is yielded has to be taken."""
+        alike = groupby(zip(rows, shapes, strict=True), lambda pair: pair[0].dtype)
+        pairs = [list(group) for _, group in alike]
+        for bucket in (bucket for group in pairs for bucket in buckets(group, lambda p: p[0].element_size() * p[1].numel())):
             widths = [self._width(shape) for _, shape in bucket]
-            own_W = rows[0].new_zeros(sum(widths))
+            own_W = bucket[0][0].new_zeros(sum(widths))
             for part, (tensor, _) in zip(torch.split(own_W, widths), bucket, strict=True):
                 part[: tensor.numel()].copy_(tensor.reshape(-1))
             flat = own_W.new_empty(self.count * len(own_W))

@@ -51,13 +51,10 @@ class RowOptimizer(MasterOptimizer):
 
     def _publish_masters(self) -> None:
         self._publish_sharded()
-        for dtype in dict.fromkeys(self.parameters[name].dtype for name in self._wholes):
-            names = [name for name in self._wholes if self.parameters[name].dtype == dtype]
-            rows = [self.masters[name].to(dtype) for name in names]
-            for name, full in zip(
-                names, self._ranks.gather(rows, [self.parameters[name].shape for name in names]), strict=True
-            ):
-                self.parameters[name].detach().copy_(full)
+        wholes = [self.parameters[name].detach() for name in self._wholes]
+        rows = [self.masters[name].to(whole.dtype) for name, whole in zip(self._wholes, wholes, strict=True)]
+        for whole, full in zip(wholes, self._ranks.gather(rows, [whole.shape for whole in wholes]), strict=True):
+            whole.copy_(full)
 
     def _publish_sharded(self) -> None:
         for name, parameter in self.parameters.items():

@@ -213,7 +213,8 @@ def main() -> None:
     if unknown := [name for name in arguments.names if name not in (*ALGORITHMS, "all")]:
         parser.error(f"there is no {unknown[0]!r}; there are {', '.join(ALGORITHMS)}")
     if arguments.what == "run":
-        run(list(ALGORITHMS) if "all" in arguments.names else arguments.names, arguments.folder, arguments.steps)
+        chosen = [name for name in ALGORITHMS if name in arguments.names or "all" in arguments.names]
+        run(chosen, arguments.folder, arguments.steps)
     else:
         draw(arguments.folder, arguments.image)
 

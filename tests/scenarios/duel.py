@@ -1,6 +1,6 @@
 """Two policies learn gomoku from each other on one server, and are then measured against where they began.
 
-Usage: python tests/scenarios/duel.py [--steps 40] [--learning-rate 1e-2] [--picture docs/images/duel.svg]
+Usage: python tests/scenarios/duel.py [--steps 50] [--learning-rate 5e-3] [--picture docs/images/duel.svg]
 A tiny model imitates random legal moves first; black's and white's adapters start from there. The control is the same with a
 learning rate of 0. Prints the curves, a cross-play matrix with ratings and a verdict; the exit code is 1 unless rewards summed
 to zero in every game, both shares of illegal moves fell, and each final policy beat the other's beginning over both seats, with
@@ -139,7 +139,7 @@ def job(steps: int, learning_rate: float) -> RLJobConfig:
             "environment": {"name": "unused"},
             "agents": {"black": {}, "white": {}},
             "engine": {"max_model_len": 512},
-            "algorithm": {"group_size": 8},
+            "algorithm": {"group_size": 8, "credit": "turn", "discount": 0.3},
             "sampling": {"max_tokens": 4},
             "rollout": {"groups_per_step": 8, "max_turns": 6},
             "evaluation": {"max_tasks": 32, "samples_per_task": 4},
@@ -231,9 +231,9 @@ async def main(steps: int, learning_rate: float, warm_steps: int) -> tuple[list[
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--warm-steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--warm-steps", type=int, default=12)
     parser.add_argument("--picture", default="")
     options = parser.parse_args()
     learnt, good = asyncio.run(main(options.steps, options.learning_rate, options.warm_steps))

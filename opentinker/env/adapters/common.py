@@ -9,11 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError, EnvironmentFailedError, EnvironmentLoadError
+from opentinker.multiagent.environment import MultiAgentEnvironment
+from opentinker.multiagent.shared import SharedEnvironment
+
+T = TypeVar("T", bound=Environment | MultiAgentEnvironment)
 
 TRAINING_SEEDS = 2**31 - 1024
 """Seeds below it are for training; held-out tasks have those from it on (all fit into 31 bits, which every package takes)."""
@@ -41,6 +45,8 @@ ADAPTERS = {
         Adapter("gymnasium", "gymnasium", "gymnasium", ("1.4.0",), "ToyText, and what has spaces that fit into words"),
         Adapter("openenv", "websockets", "websockets", ("17.4",), "Servers of openenv-core 0.3.0 and openenv 0.10.0"),
         Adapter("pettingzoo", "pettingzoo", "pettingzoo", ("1.27.0",), "Turn games (AEC), one seat against opponents"),
+        Adapter("pettingzoo_aec", "pettingzoo", "pettingzoo", ("1.27.0",), "Turn games (AEC), every seat an agent of the run"),
+        Adapter("pettingzoo_parallel", "pettingzoo", "pettingzoo", ("1.27.0",), "Simultaneous games, every seat an agent"),
         Adapter("reasoning_gym", "reasoning_gym", "reasoning-gym", ("0.1.25",), "All datasets"),
         Adapter("textarena", "textarena", "textarena", ("0.7.4",), "Games for one; games for more against opponents"),
         Adapter("verifiers", "verifiers", "verifiers", ("0.3.1", "0.4.0"), "Environments (0.3), tasksets (0.4)", extra=""),
@@ -74,19 +80,27 @@ class Adapted(type):
 
 
 def _travel(cls: Adapted) -> Any:
-    return (load_environment, (cls.adapted_name,)) if "adapted_name" in vars(cls) else cls.__qualname__
+    if "adapted_name" not in vars(cls):
+        return cls.__qualname__
+    return (_played if issubclass(cls, MultiAgentEnvironment) else load_environment, (cls.adapted_name,))
+
+
+def _played(name: str) -> type[MultiAgentEnvironment]:
+    loaded = load_environment(name)
+    assert issubclass(loaded, SharedEnvironment)
+    return loaded.played
 
 
 copyreg.pickle(Adapted, _travel)
 
 
-def adapted(adapter: str, spec: str, base: type[Environment], **attributes: Any) -> type[Environment]:
+def adapted(adapter: str, spec: str, base: type[T], **attributes: Any) -> type[T]:
     """A class for the environment `adapter:spec`."""
     name = f"{adapter}:{spec}"
     made: Any = Adapted(
         name, (base,), {"adapted_name": name, "__module__": base.__module__, "__doc__": base.__doc__} | attributes
     )
-    return cast(type[Environment], made)
+    return cast(type[T], made)
 
 
 class SeededEnvironment(Environment):

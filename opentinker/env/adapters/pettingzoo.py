@@ -2,10 +2,9 @@
 
 import functools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from opentinker.env.adapters.codecs import MOST_ACTIONS
 from opentinker.env.adapters.common import (
     Illegal,
     IllegalMoveError,
@@ -13,17 +12,22 @@ from opentinker.env.adapters.common import (
     SeededEnvironment,
     adapted,
     choose,
-    require,
     seed_of,
 )
 from opentinker.env.adapters.opponents import OpponentChoice, opponent_of
-from opentinker.env.adapters.turn_codecs import KNOWN, TurnCodec
+from opentinker.env.adapters.pettingzoo_common import (
+    CodecChoice,
+    codec_for,
+    game_module,
+    legal_actions,
+    listed,
+    make_game,
+    seed_actions,
+)
 from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
-from opentinker.errors import ConfigError, EnvironmentFailedError, EnvironmentLoadError
-
-FAMILIES = ("atari", "butterfly", "classic", "magent", "mpe", "sisl")
+from opentinker.errors import EnvironmentFailedError
 
 
 class PettingZooEnvironment(SeededEnvironment):
@@ -45,7 +49,7 @@ class PettingZooEnvironment(SeededEnvironment):
     def __init__(
         self,
         opponent: OpponentChoice = "random",
-        codec: str | Callable[[Any, str], TurnCodec] | None = None,
+        codec: CodecChoice = None,
         illegal: IllegalRule = "end",
         illegal_reward: float | None = None,
         **options: Any,
@@ -53,13 +57,7 @@ class PettingZooEnvironment(SeededEnvironment):
         self._illegal = Illegal(illegal, illegal_reward if illegal_reward is not None else -1.0 if illegal == "end" else 0.0)
         self._opponent = opponent_of(opponent, lambda seen, legal, numbers: numbers.choice(legal))
         self._codec_choice: Any = load_function(codec) if isinstance(codec, str) else codec
-        try:
-            self._env = require("pettingzoo", self.module).env(**options)
-        except EnvironmentLoadError:
-            raise
-        except Exception as error:  # whatever the game makes of its arguments
-            text = f"{self.module} cannot be made: {type(error).__name__}: {error}"
-            raise ConfigError(text, hint="check environment.args") from error
+        self._env = make_game("pettingzoo", self.module, "env", options)
         self._numbers = random.Random()
         self._me = ""
         self._illegal_moves = 0
@@ -86,14 +84,12 @@ class PettingZooEnvironment(SeededEnvironment):
         self._numbers = random.Random(seed)
         self._env.reset(seed=seed)
         seats = self._env.possible_agents
-        for place, agent in enumerate(seats):
-            self._env.action_space(agent).seed(seed % 2**31 + place)
+        seed_actions(self._env, seed)
         seat = task.get("seat", self._numbers.randrange(len(seats)))
         if not isinstance(seat, int) or not 0 <= seat < len(seats):
             raise EnvironmentFailedError(f"the task's seat is {seat!r}", hint=f"a seat is 0 to {len(seats) - 1}")
         self._me = seats[seat]
-        name = str(self._env.metadata.get("name", "")).rsplit("_v", 1)[0]
-        self._codec = (self._codec_choice or KNOWN.get(name, TurnCodec))(self._env, self._me)
+        self._codec = codec_for(self._codec_choice, self._env)(self._env, self._me)
         reward, over = self._until_my_turn()
         if over:
             raise EnvironmentFailedError(f"the game was over before the policy's first move (reward {reward:g})")
@@ -134,22 +130,11 @@ class PettingZooEnvironment(SeededEnvironment):
     def _legal(self) -> list[int]:
         agent = self._env.agent_selection
         observation, _, _, _, info = self._env.last()
-        mask = observation.get("action_mask") if isinstance(observation, Mapping) else None
-        mask = info.get("action_mask") if mask is None else mask
-        if mask is not None:
-            return [action for action, legal in enumerate(mask) if legal]
-        space = self._env.action_space(agent)
-        if not hasattr(space, "n"):
-            hint = "only games with a Discrete action space are played"
-            raise EnvironmentFailedError(f"the actions of {agent} are {type(space).__name__}", hint=hint)
-        return list(range(int(space.start), int(space.start + space.n)))
+        return legal_actions(self._env, agent, observation, info)
 
     def _position(self) -> str:
-        legal = sorted((self._codec.name(action) for action in self._legal()), key=lambda name: (len(name), name))
-        shown = ", ".join(legal[:MOST_ACTIONS]) + (
-            f" and {len(legal) - MOST_ACTIONS} more" if len(legal) > MOST_ACTIONS else ""
-        )
-        return f"{self._codec.board(self._env.observe(self._me))}\nLegal moves: {shown}"
+        names = [self._codec.name(action) for action in self._legal()]
+        return f"{self._codec.board(self._env.observe(self._me))}\n{listed(names)}"
 
     def _final(self) -> str:
         return f"{self._codec.board(self._env.observe(self._me))}\nThe game is over."
@@ -166,16 +151,4 @@ def environment_class(spec: str) -> type[Environment]:
     Raises:
         EnvironmentLoadError: PettingZoo is not installed, or has no such game.
     """
-    require("pettingzoo")
-    module = f"pettingzoo.{spec}" if spec.split(".")[0] in FAMILIES else spec
-    try:
-        found = require("pettingzoo", module)
-    except EnvironmentLoadError as error:
-        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
-        if missing and (module == missing or module.startswith(f"{missing}.")):
-            hint = "a game is named like classic.tictactoe_v3 (its file in pettingzoo)"
-            raise EnvironmentLoadError(f"pettingzoo has no game '{spec}'", hint=hint) from error
-        raise
-    if not callable(getattr(found, "env", None)):
-        raise EnvironmentLoadError(f"{module} has no env()", hint="a game is named like classic.tictactoe_v3")
-    return adapted("pettingzoo", spec, PettingZooEnvironment, module=module)
+    return adapted("pettingzoo", spec, PettingZooEnvironment, module=game_module("pettingzoo", spec, "env"))

@@ -11,6 +11,8 @@ class TurnCodec:
     """Puts a game into words for one seat. Derive from it; it is made with the environment and the seat's name."""
 
     goal: ClassVar[str] = ""
+    moves_are_public: ClassVar[bool] = False
+    """Where several agents play, each is told what the others played. Not for games that hide it, nor if the board says it."""
 
     def __init__(self, env: Any, agent: str) -> None:
         self.env, self.agent = env, agent
@@ -30,6 +32,7 @@ class TurnCodec:
 
 
 class TicTacToeCodec(TurnCodec):
+    moves_are_public = True
     goal = "You play tic-tac-toe and are X. The squares are numbered; answer with the number of a free one."
 
     def board(self, observation: Any) -> str:
@@ -43,6 +46,7 @@ class TicTacToeCodec(TurnCodec):
 
 
 class ConnectFourCodec(TurnCodec):
+    moves_are_public = True
     goal = (
         "You play connect four and are X: four of your pieces in a line, across, up or diagonally, win. A piece falls to the "
         "lowest free place of its column. Answer with a column, 1 to 7 from the left."
@@ -58,15 +62,22 @@ class ConnectFourCodec(TurnCodec):
 
 
 class RockPaperScissorsCodec(TurnCodec):
-    goal = "You play rock, paper, scissors, several rounds. Answer with one of the three."
-    _NAMES = ("rock", "paper", "scissors")
+    _NAMES = ("rock", "paper", "scissors", "spock", "lizard")
+
+    def rules(self) -> str:
+        names = [self.name(action) for action in range(self._count())]
+        of = "three" if len(names) == 3 else str(len(names))
+        return f"You play {', '.join(names)}, several rounds. Answer with one of the {of}."
 
     def board(self, observation: Any) -> str:
         last = int(observation)
-        return f"The opponent's last choice: {self.name(last)}." if last < len(self._NAMES) else "Nothing has been played yet."
+        return f"The opponent's last choice: {self.name(last)}." if last < self._count() else "Nothing has been played yet."
 
     def name(self, action: int) -> str:
         return self._NAMES[action] if action < len(self._NAMES) else str(action)
+
+    def _count(self) -> int:
+        return int(self.env.action_space(self.agent).n)
 
 
 class ChessCodec(TurnCodec):
@@ -87,6 +98,7 @@ class ChessCodec(TurnCodec):
 
 
 class GoCodec(TurnCodec):
+    moves_are_public = True
     goal = "You play go; your stones are X, the opponent's O. Answer with a point like c4 (column, row from the top), or pass."
 
     def board(self, observation: Any) -> str:

@@ -1,6 +1,7 @@
 """Episodes of several agents, played by stub policies: who sees and earns what, and what becomes of those who are late."""
 
 import asyncio
+import pickle
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +15,11 @@ from opentinker.config.agents import OnLate, TurnsConfig
 from opentinker.config.job import RolloutConfig
 from opentinker.env.environment import Action, Message, Tool
 from opentinker.env.load import load_environment
+from opentinker.environments.gomoku_duel import GomokuDuel
 from opentinker.errors import ConfigError, DeadlineError, EngineError, EnvironmentLoadError, ProtocolError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
-from opentinker.multiagent.protocol import Alternating, Free, ModeratorChooses, RoundRobin, Simultaneous
+from opentinker.multiagent.protocol import Alternating, EnvironmentChooses, Free, ModeratorChooses, RoundRobin, Simultaneous
 from opentinker.multiagent.runner import GameRunner, Groups, Seats
 from opentinker.rendering.chunks import NO_IMAGES, Images
 from opentinker.rollout.types import Termination
@@ -172,6 +174,19 @@ async def test_only_one_of_two_alternating_agents_runs() -> None:
     await runner(Relay).run({"black": both.player(), "white": both.player()}, ["x"], 1, step=0)
     assert both.peak == 1
     assert both.calls == 4
+
+
+async def test_the_environment_may_say_who_begins() -> None:
+    class WhiteBegins(Relay):
+        protocol = EnvironmentChooses()
+
+        def reset(self, task: Any) -> MultiStepResult:  # type: ignore[override]  # the relay gives observations alone
+            return MultiStepResult(observations=super().reset(task), next_agents=["white"])
+
+    white = Talker()
+    groups = await runner(WhiteBegins).run(policies(WhiteBegins, white=white.player()), ["x"], 1, step=0)
+    assert white.prompts[0] == "you are white x;"
+    assert [e.turns for e in groups["black"][0].episodes] == [1]
 
 
 class Together(MultiAgentEnvironment):
@@ -425,6 +440,19 @@ def test_a_class_that_cannot_be_played_is_not_loaded() -> None:
     for environment, says in ((NoAgents, "names no agents"), (ThreeAlternate, "takes 2 agents"), (Empty, "defines no reset")):
         with pytest.raises(EnvironmentLoadError, match=says):
             load_environment(environment)
+
+
+def test_a_loaded_class_travels_as_the_authors_class_and_keeps_what_its_bases_reserve() -> None:
+    loaded = load_environment(GomokuDuel)
+    assert pickle.loads(pickle.dumps(loaded)) is loaded
+
+    class Walls(GomokuDuel):
+        host_args = ("size",)
+
+    class More(Walls):
+        host_args = ("win",)
+
+    assert set(load_environment(More).host_args) == {"size", "win"}
 
 
 async def test_nothing_is_left_running_when_a_run_is_cancelled() -> None:

@@ -1,5 +1,6 @@
 """A worker whose engine is elsewhere, for tests: a host in this process, and a fake engine that takes buckets."""
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -12,10 +13,22 @@ from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
 from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
 from opentinker.server.engine.links import LocalLink
+from opentinker.server.engine.messages import Answer, Message
 from opentinker.server.engine.remote import RemoteEngine
 
 START_S = 60.0
 LAYOUTS = pytest.mark.parametrize("layout", ["colocated", "split"])
+
+
+class PickledLink(LocalLink):
+    """Hands over copies, as between processes."""
+
+    def send(self, messages: Sequence[Message]) -> None:
+        super().send(pickle.loads(pickle.dumps(messages)))
+
+    def collect(self, timeout_s: float) -> Sequence[Answer]:
+        answers: Sequence[Answer] = pickle.loads(pickle.dumps(super().collect(timeout_s)))
+        return answers
 
 
 class Bucketed:
@@ -52,7 +65,7 @@ def placed(engine: Any, layout: str) -> Iterator[RolloutEngine]:
         yield engine
         return
     host = EngineHost(lambda: HostedEngine(cast(BucketEngine, Bucketed(engine))))
-    remote = RemoteEngine(LocalLink(host), host.start(START_S), bucket_bytes=64)
+    remote = RemoteEngine(PickledLink(host), host.start(START_S), bucket_bytes=64)
     try:
         yield remote
     finally:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from split_tools import Bucketed
+from split_tools import Bucketed, PickledLink
 
 from opentinker.client.messages import Chunk, Datum, FloatArray, Sample, SampleRequest, SampleResult, TokenChunk
 from opentinker.errors import ContextOverflowError, EngineError, InvalidRequestError, ServerLostError
@@ -18,7 +18,6 @@ from opentinker.server.carriers import InlineCarrier, SharedCarrier
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, NamedTensors, WeightAck
 from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
-from opentinker.server.engine.links import LocalLink
 from opentinker.server.engine.messages import Answer, Call, Message
 from opentinker.server.engine.remote import RemoteEngine
 from opentinker.server.protocol import CommandWork, Completion, SampleWork, Work
@@ -114,7 +113,7 @@ class Cut:
     """A link that can be cut; `swallows` is a method whose calls never arrive."""
 
     def __init__(self, host: EngineHost) -> None:
-        self._link = LocalLink(host)
+        self._link = PickledLink(host)
         self.cut = threading.Event()
         self.swallows = ""
         self.swallowed = threading.Event()
