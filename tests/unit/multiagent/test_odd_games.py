@@ -218,3 +218,31 @@ async def test_there_is_no_last_reward_where_nobody_had_a_turn() -> None:
     groups = await runner(Counted, member_retries=0).run(policies(Counted, black=full), ["x"], 1, step=0)
     for name in Relay.agents:
         assert [e.termination for e in groups[name][0].episodes] == [Termination.TRUNCATED_CONTEXT]
+
+
+async def test_a_cancellation_that_comes_while_a_leaver_is_stopped_is_not_lost() -> None:
+    stopping = asyncio.Event()
+
+    class Slow(Talker):
+        async def __call__(self, prompt: Any, params: SamplingParams, request_id: str) -> Sample:
+            try:
+                return await super().__call__(prompt, params, request_id)
+            except asyncio.CancelledError:
+                stopping.set()
+                await asyncio.sleep(3600)
+                raise
+
+    class Expelled(Gossip):
+        def step(self, agent: str, action: Action) -> MultiStepResult:
+            self.spoken[agent] += 1
+            return MultiStepResult({}, {"a": "go on"}, left=["b"], done=self.spoken["a"] == 3)
+
+    a = Talker()
+    playing = asyncio.ensure_future(
+        runner(Expelled).run(policies(Expelled, a=a.player(), b=Slow(hangs=[0]).player()), ["x"], 1, step=0)
+    )
+    await asyncio.wait_for(stopping.wait(), 30)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert a.calls == 1, "nobody acts after it"
