@@ -1,13 +1,12 @@
 """A job in the split layout on a real cluster: trainer and engine are processes of their own; when the engine is killed,
 whatever it does, the job ends with that cause and nothing of it stays."""
 
+import asyncio
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,32 +93,32 @@ def train(job: ot.Job) -> None:
     assert job.record["server"]["cpu_slots"] == SLOTS
 
 
-@pytest.mark.parametrize("during", ["a publish", "a sample"])
 def test_a_split_job_trains_and_a_killed_engine_ends_it_with_that_cause_and_leaves_nothing(
-    split_cluster: Any, tiny_model_dir: Path, during: str
+    split_cluster: Any, tiny_model_dir: Path
 ) -> None:
     from opentinker.scheduler.processes import processes_of
 
-    with split_job(split_cluster, tiny_model_dir) as job, ThreadPoolExecutor(1) as pool:
+    with split_job(split_cluster, tiny_model_dir) as job:
         pid = engine_pid(job.id)
-        if during == "a publish":
-            train(job)
-        os.kill(pid, signal.SIGSTOP)  # so that it is surely not done when it dies
-        started = threading.Event()
+        train(job)
 
-        async def ask(policy: Any) -> Any:
-            started.set()
-            if during == "a publish":
-                return await policy.publish()
-            return await policy.sample([5, 6, 7], SamplingParams(max_tokens=200))
+        async def lose(policy: Any) -> list[Any]:
+            """Sample and publish, and kill the engine amid both."""
+            os.kill(pid, signal.SIGSTOP)  # so that it is surely done with neither when it dies
+            sampled = asyncio.create_task(policy.sample([5, 6, 7], SamplingParams(max_tokens=200)))
+            await asyncio.sleep(0.2)
+            published = asyncio.create_task(policy.publish(mode="abort"))
+            await asyncio.sleep(0.5)
+            assert not sampled.done()
+            assert not published.done()
+            os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(WAIT_S):
+                return await asyncio.gather(sampled, published, return_exceptions=True)
 
-        answer: Future[Any] = pool.submit(job.run, ask)
-        assert started.wait(WAIT_S)
-        time.sleep(0.5)
-        assert not answer.done()
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(ServerLostError, match="engine process"):
-            answer.result(WAIT_S)
+        sampled, published = job.run(lose)
+        for error in (sampled, published):
+            assert isinstance(error, ServerLostError)
+            assert "the server's engine process" in str(error)
         until(lambda: job.state == "FAILED", "the job has failed")
         assert job.record["cause"] == f"the server's engine process (pid {pid}) died (killed, out of memory, or crashed)"
     until(lambda: processes_of(job.id) == [], "its processes are gone")
