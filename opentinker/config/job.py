@@ -541,8 +541,11 @@ class RLJobConfig(JobConfig):
     @model_validator(mode="before")
     @classmethod
     def _room_for_agents(cls, values: Any) -> Any:
-        """Where nothing is said of it, the server has room for the adapters of all agents."""
+        """Where nothing is said of it, the server has room for the adapters of all agents. `white:` in YAML is `white: {}`."""
         agents = values.get("agents") if isinstance(values, Mapping) else None
+        if isinstance(agents, Mapping):
+            agents = {name: {} if agent is None else agent for name, agent in agents.items()}
+            values = {**values, "agents": agents}
         engine = values.get("engine", {}) if isinstance(values, Mapping) else None
         if isinstance(engine, EngineConfig):
             engine = engine.model_dump(include=engine.model_fields_set)

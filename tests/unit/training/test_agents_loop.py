@@ -308,4 +308,5 @@ def test_a_server_has_room_for_the_adapters_of_all_agents() -> None:
     job = parse_config(RLJobConfig, fields | {"agents": {"a": {}, "b": {"policy": "a"}, "c": {"frozen": True}}})
     assert job.engine.max_adapters == 2
     assert job.policies == ["a", "c"]
+    assert parse_config(RLJobConfig, fields | {"agents": {"a": None, "b": None}}).policies == ["a", "b"]
     assert parse_config(RLJobConfig, job.model_dump(mode="json")) == job
