@@ -180,8 +180,8 @@ def test_the_heuristic_beats_random_and_loses_its_strength_with_noise() -> None:
     assert 8 <= won(1.0) <= 32
 
 
-def test_another_policy_is_refused_for_now_and_the_unknown_named() -> None:
-    with pytest.raises(ConfigError, match="multi-agent training"):
+def test_another_policy_is_refused_and_the_unknown_named() -> None:
+    with pytest.raises(ConfigError, match="two play gomoku_duel in a multi-agent job"):
         make_opponent("policy", 0)
     with pytest.raises(ConfigError, match=r"no opponent 'alphago'.*random, heuristic"):
         make_opponent("alphago", 0)
