@@ -148,8 +148,9 @@ def job(steps: int, learning_rate: float) -> RLJobConfig:
     )
 
 
-async def duel(warm: Path, folder: Path, steps: int, learning_rate: float) -> tuple[list[Any], CrossPlay, float]:
-    """Train both; the rows, the cross-play of the beginnings and the ends, and the largest sum of a game's rewards."""
+async def duel(warm: Path, folder: Path, steps: int, learning_rate: float) -> tuple[dict[str, list[float]], CrossPlay, float]:
+    """Train both; the share of illegal ones among each side's answers by step, the cross-play of the beginnings and the ends, and
+    the largest sum of a game's rewards."""
     config = job(steps, learning_rate)
     environment = load_environment(Terse)
     async with serving(
@@ -158,6 +159,7 @@ async def duel(warm: Path, folder: Path, steps: int, learning_rate: float) -> tu
         recorder = Recorder(folder / "run", config.model_dump(mode="json"))
         loop = await AgentsLoop.connect(config, environment, server.client, recorder)
         worst = 0.0
+        illegal: dict[str, list[float]] = {name: [] for name in SEATS}
         run = loop._runner.run
 
         async def watched(*args: Any, **kwargs: Any) -> Any:
@@ -166,6 +168,10 @@ async def duel(warm: Path, folder: Path, steps: int, learning_rate: float) -> tu
             for black, white in zip(groups["black"], groups["white"], strict=True):
                 for one, other in zip(black.episodes, white.episodes, strict=True):
                     worst = max(worst, abs(one.reward + other.reward))
+            for name in SEATS:
+                ended = [episode.metrics for group in groups[name] for episode in group.episodes]
+                answers = sum(metrics["moves"] for metrics in ended)
+                illegal[name].append(sum(m["illegal"] * m["moves"] for m in ended) / max(answers, 1.0))
             return groups
 
         loop._runner.run = watched  # type: ignore[method-assign]
@@ -180,16 +186,15 @@ async def duel(warm: Path, folder: Path, steps: int, learning_rate: float) -> tu
         players = {name: loop._player(name, 1.0) for name in (*SEATS, *(f"{name} at first" for name in SEATS))}
         tasks = Terse.task_source("held_out", {}).first(32)
         table = await cross_play(loop._evaluator, SEATS, players, tasks, 4, step=10_000)
-        return recorder.rows, table, worst
+        return illegal, table, worst
 
 
-def curve(rows: Sequence[Mapping[str, Any]], name: str, metric: str) -> list[tuple[float, float]]:
-    return [(r["step"], r["agents"][name]["env"][metric]) for r in rows if r["kind"] == "agents_step"]
-
-
-def drawn(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Both shares of illegal moves, as a page of its own with colours."""
-    series = [Series(name, css, curve(rows, name, "illegal")) for name, css in (("black", "a"), ("white", "b"))]
+def drawn(illegal: Mapping[str, Sequence[float]]) -> str:
+    """Both shares of illegal answers by step, as a picture with colours of its own."""
+    series = [
+        Series(name, css, [(float(step), share) for step, share in enumerate(illegal[name], 1)])
+        for name, css in (("black", "a"), ("white", "b"))
+    ]
     chart = line_chart(series, low=0.0)
     style = (
         "<style>svg{background:#fff}.grid{stroke:#e3e1dc}.tick{fill:#666e7a;font:12px sans-serif}"
@@ -203,17 +208,17 @@ def drawn(rows: Sequence[Mapping[str, Any]]) -> str:
     return chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace("</svg>", f"{keys}{style}</svg>")
 
 
-async def main(steps: int, learning_rate: float, warm_steps: int) -> tuple[list[Any], bool]:
+async def main(steps: int, learning_rate: float, warm_steps: int) -> tuple[dict[str, list[float]], bool]:
     with tempfile.TemporaryDirectory(prefix="ot-duel-") as name:
         folder = Path(name)
         warm = await warm_model(folder, warm_steps)
-        rows, table, worst = await duel(warm, folder / "learning", steps, learning_rate)
+        illegal, table, worst = await duel(warm, folder / "learning", steps, learning_rate)
         print(table.table(), flush=True)
         _, still, _ = await duel(warm, folder / "control", 1, 0.0)
         print(still.table(), flush=True)
     verdicts = {"rewards sum to zero": worst < 1e-9}
     for agent in SEATS:
-        shares = [value for _, value in curve(rows, agent, "illegal")]
+        shares = illegal[agent]
         tenth = max(len(shares) // 10, 1)
         begin, end = sum(shares[:tenth]) / tenth, sum(shares[-tenth:]) / tenth
         print(f"{agent}: illegal {begin:.3f} -> {end:.3f}; " + json.dumps([round(value, 2) for value in shares]))
@@ -226,7 +231,7 @@ async def main(steps: int, learning_rate: float, warm_steps: int) -> tuple[list[
         )
         verdicts[f"{agent} beats {other}"] = score.mean - score.half_width > control.mean + control.half_width
     print(json.dumps(verdicts))
-    return rows, all(verdicts.values())
+    return illegal, all(verdicts.values())
 
 
 if __name__ == "__main__":
