@@ -149,7 +149,7 @@ def job(steps: int, learning_rate: float) -> RLJobConfig:
 
 
 async def duel(warm: Path, folder: Path, steps: int, learning_rate: float) -> tuple[dict[str, list[float]], CrossPlay, float]:
-    """Train both; the share of illegal ones among each side's answers by step, the cross-play of the beginnings and the ends, and
+    """Train both; the share of illegal ones among each side's answers by step, the cross-play of beginnings and ends, and
     the largest sum of a game's rewards."""
     config = job(steps, learning_rate)
     environment = load_environment(Terse)
