@@ -39,6 +39,7 @@ from opentinker.errors import (
     NotFoundError,
     OpenTinkerError,
 )
+from opentinker.multiagent.seats import described
 
 Outcome = tuple[int, bytes]
 """The kind of an answer and its body."""
@@ -105,6 +106,7 @@ class Host:
             "finalizes": self.finalizes,
             "checks_tasks": _overrides_check(self._class),
             "sample_actions": callable(getattr(self._class, "sample_actions", None)),
+            **described(self._class),
         }
 
     def begin(self, frame: Frame) -> Call | None:

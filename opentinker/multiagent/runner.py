@@ -14,7 +14,7 @@ from opentinker.env.threads import UserThreads
 from opentinker.errors import ConfigError
 from opentinker.multiagent.episode import GameDriver
 from opentinker.multiagent.players import Player, PolicyPlayer
-from opentinker.multiagent.protocol import AgentProtocol
+from opentinker.multiagent.seats import Seats
 from opentinker.multiagent.turns import TurnBarrier
 from opentinker.rollout.seeds import derive_seed
 from opentinker.rollout.types import Episode, Group, Termination
@@ -34,14 +34,6 @@ class _Batch:
     threads: UserThreads
     slots: asyncio.Semaphore
     on_game: OnGame | None
-
-
-@dataclass(frozen=True)
-class Seats:
-    """The environment's agents and their order of play."""
-
-    agents: tuple[str, ...]
-    protocol: AgentProtocol
 
 
 class GameRunner:

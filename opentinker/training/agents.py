@@ -19,10 +19,10 @@ from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
 from opentinker.images import Image
-from opentinker.multiagent.environment import MultiAgentEnvironment
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
 from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
-from opentinker.multiagent.runner import GameRunner, Groups, Seats, check_players
+from opentinker.multiagent.runner import GameRunner, Groups, check_players
+from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
@@ -91,7 +91,9 @@ class AgentsLoop:
             for name, agent in config.agents.items()
             if agent.script
         }
-        seats = seats_of(environment)
+        seats = seats_of(environment, config.environment.args)
+        if seats is None:
+            raise _for_one(environment)
         make = partial(environment, **config.environment.args)
         seed = config.training.seed
         self._runner = GameRunner(make, seats, config.rollout, config.turns, seed)
@@ -115,7 +117,7 @@ class AgentsLoop:
             ConfigError: the environment is for one agent, or its agents are not those of the config.
             RenderingError: the model has no usable chat template.
         """
-        check_agents(config, environment)
+        await asyncio.to_thread(check_agents, config, environment)  # it may ask the environment's server
         info = await policy.info()
         tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
         renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
@@ -318,41 +320,32 @@ class AgentsLoop:
 
 
 def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
-    """Raises: ConfigError when the environment's agents are not those of the config, or one of the two knows of none."""
-    played = played_by(environment)
-    if played is None:
-        if config.agents:
-            hosted = config.environment.name.startswith(("http://", "https://"))
-            raise ConfigError(
-                f"agents: {environment.__name__} is an environment for one agent",
-                hint="one for several agents runs beside the driver: name its class, not its server"
-                if hosted
-                else "derive it from MultiAgentEnvironment",
-            )
+    """Whether the environment's agents are those of the config. A server of environments is asked, if the config has agents.
+
+    Raises:
+        ConfigError: they are not, or one of the two knows of none.
+        OpenTinkerError: what the environment's server reports; UnavailableError when it does not answer.
+    """
+    if not config.agents and not issubclass(environment, SharedEnvironment):
         return
-    there = ", ".join(played.agents)
-    if missing := [name for name in played.agents if name not in config.agents]:
+    seats = seats_of(environment, config.environment.args)
+    if seats is None:
+        raise _for_one(environment)
+    there = ", ".join(seats.agents)
+    if missing := [name for name in seats.agents if name not in config.agents]:
         raise ConfigError(
-            f"agents: nobody plays '{missing[0]}' of {played.__name__}",
+            f"agents: nobody plays '{missing[0]}' of {environment.__name__}",
             hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own",
         )
-    if unknown := [name for name in config.agents if name not in played.agents]:
-        raise ConfigError(f"agents: {played.__name__} has no agent '{unknown[0]}'", hint=f"its agents are {there}")
+    if unknown := [name for name in config.agents if name not in seats.agents]:
+        raise ConfigError(f"agents: {environment.__name__} has no agent '{unknown[0]}'", hint=f"its agents are {there}")
 
 
-def played_by(environment: type[Environment]) -> type[MultiAgentEnvironment] | None:
-    """The author's class, of an environment of several agents."""
-    return environment.played if issubclass(environment, SharedEnvironment) else None
-
-
-def seats_of(environment: type[Environment]) -> Seats:
-    """Raises: ConfigError when the environment is for one agent."""
-    played = played_by(environment)
-    if played is None:
-        raise ConfigError(
-            f"{environment.__name__} is an environment for one agent", hint="derive it from opentinker.MultiAgentEnvironment"
-        )
-    return Seats(played.agents, played.protocol)
+def _for_one(environment: type[Environment]) -> ConfigError:
+    return ConfigError(
+        f"agents: {environment.__name__} is an environment for one agent",
+        hint="derive it from opentinker.MultiAgentEnvironment, or leave agents out",
+    )
 
 
 def agents_row(kind: str, step: int, rows: Mapping[str, Row], **fields: Any) -> Row:

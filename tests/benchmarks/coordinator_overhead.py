@@ -23,7 +23,8 @@ from opentinker.env.load import load_environment
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.players import Player, PolicyPlayer
 from opentinker.multiagent.protocol import make_protocol
-from opentinker.multiagent.runner import GameRunner, Seats
+from opentinker.multiagent.runner import GameRunner
+from opentinker.multiagent.seats import Seats
 from opentinker.rendering.chunks import NO_IMAGES, Images
 
 AGENTS = ("a", "b", "c")

@@ -17,7 +17,8 @@ from opentinker.errors import ConfigError
 from opentinker.multiagent.arena import ELO_PER_NAT, CrossPlay, cross_play, elo
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.players import ScriptedPlayer
-from opentinker.multiagent.runner import GameRunner, Seats
+from opentinker.multiagent.runner import GameRunner
+from opentinker.multiagent.seats import Seats
 
 
 @given(st.lists(st.floats(-300, 300), min_size=2, max_size=6))

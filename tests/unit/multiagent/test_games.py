@@ -20,7 +20,8 @@ from opentinker.errors import ConfigError, DeadlineError, EngineError, Environme
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
 from opentinker.multiagent.protocol import Alternating, EnvironmentChooses, Free, ModeratorChooses, RoundRobin, Simultaneous
-from opentinker.multiagent.runner import GameRunner, Groups, Seats
+from opentinker.multiagent.runner import GameRunner, Groups
+from opentinker.multiagent.seats import Seats
 from opentinker.rendering.chunks import NO_IMAGES, Images
 from opentinker.rollout.types import Termination
 

@@ -17,7 +17,7 @@ from opentinker.multiagent.arena import cross_play
 from opentinker.multiagent.players import ScriptedPlayer
 from opentinker.multiagent.protocol import Table, checked_turn
 from opentinker.multiagent.runner import GameRunner
-from opentinker.training.agents import seats_of
+from opentinker.multiagent.seats import seats_of
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "multiagent.md").read_text()
@@ -37,7 +37,7 @@ async def test_the_auction_is_played_and_pays_the_higher_bid() -> None:
     players = {
         name: ScriptedPlayer(partial(lambda bid, messages, numbers: bid, bid)) for name, bid in (("ann", "3"), ("bob", "4"))
     }
-    runner = GameRunner(environment, seats_of(environment), RolloutConfig(), ot.TurnsConfig(), run_seed=0)
+    runner = GameRunner(environment, seats_of(environment, {}), RolloutConfig(), ot.TurnsConfig(), run_seed=0)
     assert await runner.run(players, [{"ann": 5, "bob": 9}], 1, 0, on_game=lambda episodes: earned.append({})) == {}
     assert earned == [{}], "two scripts leave no episodes"
     played = environment.played()  # type: ignore[attr-defined]

@@ -268,9 +268,6 @@ def test_an_environment_for_one_takes_no_agents_and_one_for_several_needs_them(m
     with pytest.raises(ConfigError, match="Seven is an environment for one agent"):
         check_agents(config(make_config), seven)
     check_agents(make_config(), seven)
-    hosted = config(make_config, environment={"name": "http://127.0.0.1:1"})
-    with pytest.raises(ConfigError, match="name its class, not its server"):
-        check_agents(hosted, seven)
     with pytest.raises(ConfigError, match="nobody plays 'black'"):
         check_agents(make_config(), load_environment(Seats))
 

@@ -27,7 +27,8 @@ from opentinker.errors import ConfigError, EnvironmentFailedError, EnvironmentLo
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
 from opentinker.multiagent.protocol import Table, checked_turn
-from opentinker.multiagent.runner import GameRunner, Seats
+from opentinker.multiagent.runner import GameRunner
+from opentinker.multiagent.seats import Seats
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rollout.types import Episode, Termination
 
