@@ -73,11 +73,9 @@ class StepResult:
     """The reward's components; filled in from `reward`."""
 
 
-class Environment:
-    """One episode of a task. An instance is used once: reset, then steps until done.
+class TaskEnvironment:
+    """What an environment's class says before any episode, be it for one agent or several: where it runs, and its tasks.
 
-    `reset`, `step` and `finalize` may be plain or async functions; plain ones run in a thread of their own, or in a process of
-    their own if the class says `execution = "process"`.
     Tasks are JSON values. A simulated environment overrides `make_task`; one with a dataset overrides `task_source`.
     """
 
@@ -88,8 +86,6 @@ class Environment:
     host_args: ClassVar[tuple[str, ...]] = ()
     """Constructor arguments that, on a server, only whoever hosts may set (`env serve --args`): walls and limits, files to
     load, addresses to connect to. "*" stands for all arguments. Those of base classes count too."""
-    tools: Sequence[Tool] = ()
-    """Given to the chat template; read after `reset`."""
 
     @classmethod
     def make_task(cls, seed: int) -> Any:
@@ -114,6 +110,17 @@ class Environment:
     @classmethod
     def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
         """Called once, before any episode, with tasks from a file or dataset: raise a ConfigError if they are unfit."""
+
+
+class Environment(TaskEnvironment):
+    """One episode of a task. An instance is used once: reset, then steps until done.
+
+    `reset`, `step` and `finalize` may be plain or async functions; plain ones run in a thread of their own, or in a process of
+    their own if the class says `execution = "process"`.
+    """
+
+    tools: Sequence[Tool] = ()
+    """Given to the chat template; read after `reset`."""
 
     def reset(self, task: Any) -> Observation | Awaitable[Observation]:
         """Begin an episode: the first observation, as text, image or messages (system prompt, solved examples, question)."""

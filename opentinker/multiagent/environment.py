@@ -2,10 +2,9 @@
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from opentinker.env.environment import Action, Observation, Reward, Tool
-from opentinker.env.tasks import GeneratedTasks, ListTasks, Split, TaskSource
+from opentinker.env.environment import Action, Observation, Reward, TaskEnvironment, Tool
 from opentinker.multiagent.protocol import AgentProtocol, RoundRobin
 
 
@@ -33,7 +32,7 @@ First = Mapping[str, Observation] | MultiStepResult
 """What `reset` gives: what each agent that takes part is shown first; as a result where `next_agents` is to say who begins."""
 
 
-class MultiAgentEnvironment:
+class MultiAgentEnvironment(TaskEnvironment):
     """One episode that several agents play. An instance is used once: reset, then steps until it is done.
 
     Methods may be plain or async, and run where the class says, as those of `opentinker.Environment`.
@@ -45,38 +44,8 @@ class MultiAgentEnvironment:
     """Who may act when."""
     version: ClassVar[str] = ""
     """Raise it when the rules change: agents that are driven by different processes must agree on it."""
-    execution: ClassVar[Literal["thread", "process"]] = "thread"
-    """Where an episode's plain methods run. A process can be killed when a call hangs, whatever it is doing."""
-    task_columns: ClassVar[tuple[str, ...]] = ()
-    """Keys that a task must have; checked when tasks come from a file or a dataset."""
-    host_args: ClassVar[tuple[str, ...]] = ()
-    """As `opentinker.Environment.host_args`."""
     tools: Sequence[Tool] = ()
     """Given to every agent's chat template; read after `reset`."""
-
-    @classmethod
-    def make_task(cls, seed: int) -> Any:
-        """A training task, determined by its seed alone."""
-        return {"seed": seed}
-
-    @classmethod
-    def held_out_tasks(cls) -> Sequence[Any]:
-        """Tasks for evaluation, never drawn in training."""
-        return ()
-
-    @classmethod
-    def task_source(cls, split: Split, args: Mapping[str, Any]) -> TaskSource:
-        """Where the tasks of a split come from; `args` are the constructor's arguments."""
-        return GeneratedTasks(cls.make_task) if split == "train" else ListTasks(cls.held_out_tasks(), shuffle=False)
-
-    @classmethod
-    def required_columns(cls, args: Mapping[str, Any]) -> tuple[str, ...]:
-        """`task_columns`, for an environment with these arguments."""
-        return cls.task_columns
-
-    @classmethod
-    def check_tasks(cls, tasks: TaskSource, args: Mapping[str, Any]) -> None:
-        """Called once, before any episode, with tasks from a file or dataset: raise a ConfigError if they are unfit."""
 
     def reset(self, task: Any) -> First | Awaitable[First]:
         """Begin an episode: what each agent that takes part is shown first."""

@@ -206,8 +206,7 @@ class RLTrainer(_Trainer[RLLoop]):
             evaluation=evaluation or EvaluationConfig(),
             training=RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
         )
-        given: dict[Split, TaskSource | Sequence[Any] | None] = {"train": train_tasks, "held_out": held_out_tasks}
-        self._sources = {split: task_source(tasks) for split, tasks in given.items() if tasks is not None}
+        self._sources = _sources(train_tasks, held_out_tasks)
         self._given_advantages = None if advantages is None else user_advantages(advantages, "advantages")
         super().__init__(job, config, run_dir=run_dir, progress=progress, summarize=summarize, render=render_report)
         self._rl_config = config
@@ -279,8 +278,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
             },
         )
         check_agents(config, self._environment)
-        given: dict[Split, TaskSource | Sequence[Any] | None] = {"train": train_tasks, "held_out": held_out_tasks}
-        self._sources = {split: task_source(tasks) for split, tasks in given.items() if tasks is not None}
+        self._sources = _sources(train_tasks, held_out_tasks)
         self._agents_config = config
         super().__init__(
             job, config, run_dir=run_dir, progress=progress, summarize=summarize_agents, render=render_agents_report
@@ -380,6 +378,12 @@ class PreferenceTrainer(_Trainer[PreferenceLoop]):
 
     async def _connect(self, policy: PolicyClient) -> PreferenceLoop:
         return await PreferenceLoop.connect(self._preference_config, policy, self._recorder, rows=self._rows, ends=False)
+
+
+def _sources(train: TaskSource | Sequence[Any] | None, held_out: TaskSource | Sequence[Any] | None) -> dict[Split, TaskSource]:
+    """Tasks that were given in place of the environment's own."""
+    given: dict[Split, TaskSource | Sequence[Any] | None] = {"train": train, "held_out": held_out}
+    return {split: task_source(tasks) for split, tasks in given.items() if tasks is not None}
 
 
 def _examples(
