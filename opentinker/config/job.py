@@ -72,6 +72,10 @@ class EngineConfig(Config):
     divides the attention heads. In a job that trains it needs `resources.layout=split`."""
     bucket_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Weights reach an engine in another process in buckets of this size, of which two are on their way at a time."""
+    weight_carrier: Literal["auto", "host", "ipc", "nccl"] = "auto"
+    """How weights reach an engine in another process. 'host': through the host's memory. Between GPUs: 'ipc', memory of the
+    trainer's GPU that the engine maps, on one node; 'nccl', a broadcast, to any node. 'auto' takes ipc, nccl or host, the first
+    that reaches every rank of the engine; any other is an error where it does not."""
     sleep: Literal["auto", "off"] = "off"
     """'auto': on CUDA, where vLLM shares the GPU with the trainer, it gives up the GPU's memory during each train step (its
     weights wait in the host's memory), unless requests are running. Costs seconds per step. 'off': it keeps
@@ -440,6 +444,15 @@ class JobConfig(Config):
     def _a_trainer_to_split_from(self) -> "JobConfig":
         if self.resources.layout == "split" and not self.trains:
             raise ValueError(f"resources.layout 'split' is for jobs that train; a job of kind '{self.kind}' has an engine only")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_between_processes(self) -> "JobConfig":
+        carrier = self.engine.weight_carrier
+        if carrier in ("ipc", "nccl") and self.resources.layout != "split":
+            raise ValueError(
+                f"engine.weight_carrier={carrier} is between two processes: set resources.layout to 'split', or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
