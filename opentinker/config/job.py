@@ -122,7 +122,7 @@ class TrainerConfig(Config):
     so longer ones fit, for more time. The numbers are the same, bit for bit."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit`: moments in a byte each, in blocks with a scale: 2 bytes per trained parameter in place of 8, for slower
-    steps. Of the policy; a critic's stay in float32."""
+    steps."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """How the trainer attends: `sdpa` tile by tile, `flex` with one FlexAttention kernel over a pack, which is compiled (CUDA
     only); `auto` = sdpa."""
@@ -141,11 +141,6 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _shared_out_among_several(self) -> "TrainerConfig":
-        if self.memory_gb is not None and self.ranks > 1:
-            raise ValueError("memory_gb is measured and kept to on one rank only; with several, pack_tokens bounds a pass")
-        if self.ranks > 1 and (self.optimizer != "adamw" or self.dtype == "float16"):
-            which = "optimizer=adamw_8bit" if self.optimizer != "adamw" else "dtype=float16"
-            raise ValueError(f"{which} is for one rank, and ranks is {self.ranks}; use bfloat16 or float32 with adamw")
         if self.shard_base and self.ranks == 1:
             raise ValueError("shard_base shares out the base model among ranks, and there is one; set ranks to 2 or more")
         return self
