@@ -21,7 +21,7 @@ from opentinker.client.messages import (
     TokenScore,
     placed_images,
 )
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import ConfigError
 from opentinker.server.images import ImageStore
 from opentinker.server.trainer.base import ForwardBackwardResult

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import OpenTinkerError, ServerLostError, TrainerError
 from opentinker.server.images import ImageProcessor, ImageStore
 from opentinker.server.trainer.rank_trainer import AgreedError, RankTrainer

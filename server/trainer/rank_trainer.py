@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from opentinker.client.messages import SCALAR_LOSSES, AdamParams, Datum, FloatArray, LossConfig, TokenChunk, TokenScore
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import TrainerError
 from opentinker.server.images import ImageStore
 from opentinker.server.trainer.budget import Room

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from opentinker.client.messages import Sample, SampleRequest, SamplingParams, TokenChunk
-from opentinker.config.job import EngineConfig, LoraConfig
+from opentinker.config.server import EngineConfig, LoraConfig
 from opentinker.errors import ConfigError, ContextOverflowError, EngineError, InvalidRequestError, WeightSyncError
 from opentinker.server.carriers import Probe
 from opentinker.server.device_groups import Invitation, invite

@@ -13,7 +13,7 @@ import torch
 from split_tools import START_S, PickledLink
 
 from opentinker.config.base import parse_config
-from opentinker.config.job import EngineConfig
+from opentinker.config.server import EngineConfig
 from opentinker.errors import ConfigError, WeightSyncError
 from opentinker.server import device_carriers, ways
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck
