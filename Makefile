@@ -14,8 +14,9 @@ TWICE := --reruns 1 --rerun-show-tracebacks -raR
 demo: setup
 	$(BIN)/opentinker demo $(ARGS)
 
-# All tests: those that wait more than they compute side by side, then engines and trainers (two at a time, a thread each), then
-# those that start Ray one by one. A test that fails runs once more, and the summary names it (RERUN): two failures fail the run, one is a bug to be found in daylight.
+# All tests: those that wait more than they compute side by side, then engines and trainers (two at a time, a thread each),
+# then those that start Ray one by one. A test that fails runs once more, and the summary names it (RERUN): two failures fail
+# the run, one is a bug to be found in daylight.
 # With ARGS, the tests that they name.
 test: setup
 ifeq ($(strip $(ARGS)),)
