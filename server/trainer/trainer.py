@@ -43,7 +43,14 @@ from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, class
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and config files of a model directory, which a full checkpoint carries along."""
 
-NO_METRICS = {"tokens": 0.0, "loss_sum": 0.0}
+NO_METRICS = {
+    "tokens": 0.0,
+    "loss_sum": 0.0,
+    "sequence_tokens": 0.0,
+    "computed_tokens": 0.0,
+    "passes": 0.0,
+    "pass_tokens_max": 0.0,
+}
 """The metrics of no data."""
 
 
@@ -257,7 +264,14 @@ class TorchTrainer:
         self._check_loss(metrics["loss_sum"], factor)
         self._trained_by(policy, loss).scaled(total * factor).backward()  # type: ignore[no-untyped-call]
         _scatter(pack, scores_N.detach(), scores)
-        return metrics
+        size = float(len(pack))
+        effort = {
+            "computed_tokens": size,
+            "pass_tokens_max": size,
+            "passes": 1.0,
+            "sequence_tokens": float(pack.sequence_tokens),
+        }
+        return metrics | effort
 
     def _check_loss(self, loss_sum: float, factor: float) -> None:
         """Raises: TrainerError when the loss is not finite."""
