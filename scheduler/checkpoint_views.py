@@ -6,7 +6,8 @@ from typing import Any
 
 from opentinker.checkpoint_marks import Marks, resolve, tags_of
 from opentinker.checkpoints import Checkpoint, CheckpointRef, parse_ref, versioned
-from opentinker.config.job import JobConfig, LoraConfig, parse_job
+from opentinker.config.job import JobConfig, parse_job
+from opentinker.config.server import LoraConfig
 from opentinker.errors import ConfigError, NotFoundError
 from opentinker.scheduler.records import Job
 from opentinker.storage import Storage, all_checkpoints

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from opentinker.config.job import JobConfig, Resources
+from opentinker.config.job import JobConfig
+from opentinker.config.resources import Resources
 from opentinker.errors import ConfigError
 from opentinker.scheduler.capacity import Capacity
 from opentinker.scheduler.placement import Allocation, Demand, Node, Request, addable, count, demand_of, roles_of

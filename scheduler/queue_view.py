@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from opentinker.config.base import parse_config
-from opentinker.config.job import KINDS, Scheduling
+from opentinker.config.job import KINDS
+from opentinker.config.resources import Scheduling
 from opentinker.errors import ConfigError
 from opentinker.scheduler.fairshare import UsageLedger, cost_of
 from opentinker.scheduler.layouts import bundles

@@ -14,7 +14,7 @@ from typing import Any
 from opentinker.client.messages import IntArray, PolicySpec, validate
 from opentinker.client.wire import pack
 from opentinker.config.base import parse_config
-from opentinker.config.job import LoraConfig, ServerConfig
+from opentinker.config.server import LoraConfig, ServerConfig
 from opentinker.errors import DeadlineError, NotFoundError, OpenTinkerError, ServerLostError, from_problem
 from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group

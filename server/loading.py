@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from opentinker.config.job import LoraConfig, ServerConfig, TrainerConfig
+from opentinker.config.server import LoraConfig, ServerConfig, TrainerConfig
 from opentinker.errors import ConfigError
 from opentinker.server.engine.base import RolloutEngine
 from opentinker.server.engine.host import BucketEngine, HostedEngine

@@ -15,16 +15,9 @@ from opentinker.client.reach import Connect, choose_endpoint
 from opentinker.client.scheduler import ENDED, SchedulerClient
 from opentinker.client.submitted import SubmittedJob
 from opentinker.client.sync import SyncRunner
-from opentinker.config.job import (
-    Dtype,
-    EngineConfig,
-    JobConfig,
-    LoraConfig,
-    Resources,
-    Scheduling,
-    TrainerConfig,
-    parse_job,
-)
+from opentinker.config.job import JobConfig, parse_job
+from opentinker.config.resources import Resources, Scheduling
+from opentinker.config.server import Dtype, EngineConfig, LoraConfig, TrainerConfig
 from opentinker.errors import (
     AuthenticationError,
     ConflictError,

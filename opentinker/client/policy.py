@@ -28,7 +28,7 @@ from opentinker.client.messages import (
     TokenScore,
     as_chunks,
 )
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import ImageMissingError, from_problem
 
 POLL_S = 20.0

@@ -1,10 +1,15 @@
-"""The configs of what several agents share."""
+"""The configs of several agents: who plays which seat, and what they share."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from opentinker.client.messages import AdamParams
+from opentinker.config.algorithms import AlgorithmConfig
 from opentinker.config.base import Config
+from opentinker.config.rollout import SamplingConfig
+from opentinker.config.server import LoraConfig
 
 OnLate = Literal["abort", "forfeit", "skip", "fail"]
 
@@ -36,12 +41,38 @@ class TurnsConfig(Config):
         return self
 
 
-class CoordinatorConfig(Config):
-    """A run whose agents are driven by different processes, each with a job of its own: where they meet."""
+class AgentConfig(Config):
+    """Who plays a seat of an environment for several agents. Without any field: a policy of its own, which learns as the job
+    says."""
 
-    run: Annotated[str, Field(min_length=1, max_length=200)]
-    """Its name, which all drivers give."""
-    url: str = ""
-    """The environment server that coordinates, such as http://10.0.0.7:8790; empty = `environment.name`, if that is one."""
-    token_file: str = ""
-    """A file with that server's token, as the driver sees it; empty = the variable OPENTINKER_ENV_TOKEN."""
+    policy: str = ""
+    """Another agent, whose policy plays this seat, too, and learns from both."""
+    script: str = ""
+    """`path/to/file.py:function` plays instead of a policy: a function of (messages, random numbers) that gives a text."""
+    frozen: bool = False
+    """Its policy is never updated: it plays as it began."""
+    lora: LoraConfig | None = None
+    """Its adapter; None = the job's."""
+    algorithm: AlgorithmConfig | None = None
+    """How it learns; None = the job's."""
+    optimizer: AdamParams | None = None
+    """None = `training.optimizer`."""
+    sampling: SamplingConfig | None = None
+    """None = the job's."""
+
+    @model_validator(mode="after")
+    def _one_player(self) -> "AgentConfig":
+        own = [name for name in ("lora", "algorithm", "optimizer", "sampling") if getattr(self, name) is not None]
+        if self.policy and self.script:
+            raise ValueError(f"bound to two players, the policy of '{self.policy}' and the script {self.script}")
+        if (other := self.policy or self.script) and (own or self.frozen):
+            raise ValueError(f"{', '.join(own) or 'frozen'} has no meaning: '{other}' plays this seat")
+        if self.frozen and (teaches := [name for name in own if name in ("algorithm", "optimizer")]):
+            raise ValueError(f"{' and '.join(teaches)} has no meaning: a frozen policy does not learn")
+        return self
+
+
+def bound_elsewhere(agent: Any) -> bool:
+    """Whether an agent's config, validated or not, gives it no policy of its own."""
+    fields = agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
+    return bool(fields.get("policy") or fields.get("script"))

@@ -1,5 +1,6 @@
 """The reference page of all config keys, generated from the models, so that it cannot go stale."""
 
+import re
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -22,8 +23,7 @@ def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         return f"tuple[{', '.join('...' if part is ... else _type_name(part) for part in get_args(annotation))}]"
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    for noise in ("typing.", "opentinker.config.job.", "opentinker.config.algorithms.", "opentinker.client.messages."):
-        text = text.replace(noise, "")
+    text = re.sub(r"\btyping\.|\bopentinker\.(\w+\.)+", "", text)
     return "".join(text.split("Annotated[")[-1].split(", FieldInfo")[:1])
 
 

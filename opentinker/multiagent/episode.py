@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opentinker.config.agents import TurnsConfig
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Action, Message, StepResult
 from opentinker.env.processes import Session
 from opentinker.env.threads import UserThreads

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from opentinker.algorithms.select import advantage_function
 from opentinker.client.messages import AdamParams, Chunk, ImageChunk, IntArray, Sample, SamplingParams
-from opentinker.config.job import RLJobConfig, SamplingConfig
+from opentinker.config.job import RLJobConfig
+from opentinker.config.rollout import SamplingConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opentinker.config.job import EnvironmentConfig
+from opentinker.config.rollout import EnvironmentConfig
 from opentinker.env.datasets import load_tasks
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource

@@ -12,22 +12,10 @@ from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.client import Job
 from opentinker.client.messages import AdamParams
 from opentinker.client.policy import PolicyClient
-from opentinker.config.agents import TurnsConfig
+from opentinker.config.agents import AgentConfig, TurnsConfig
 from opentinker.config.algorithms import GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.base import parse_config
-from opentinker.config.job import (
-    AgentConfig,
-    EnvironmentConfig,
-    EvaluationConfig,
-    InteractiveJobConfig,
-    LoraConfig,
-    PreferenceJobConfig,
-    RLJobConfig,
-    RLTrainingConfig,
-    RolloutConfig,
-    SamplingConfig,
-    SFTJobConfig,
-)
+from opentinker.config.job import InteractiveJobConfig, PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.config.preference import (
     BradleyTerryConfig,
     DPOConfig,
@@ -36,6 +24,9 @@ from opentinker.config.preference import (
     PreferenceLoss,
     PreferenceTrainingConfig,
 )
+from opentinker.config.rl import EvaluationConfig, RLTrainingConfig
+from opentinker.config.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
+from opentinker.config.server import LoraConfig
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
 from opentinker.config.tasks import TasksConfig
 from opentinker.env.environment import Environment

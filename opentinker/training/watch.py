@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opentinker.config.job import StopConfig
+from opentinker.config.rl import StopConfig
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from opentinker.client.messages import (
     chunk_tokens,
     placed_images,
 )
-from opentinker.config.job import EngineConfig
+from opentinker.config.server import EngineConfig
 from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck
 from opentinker.server.carriers import Payload

@@ -23,7 +23,7 @@ from opentinker.client.messages import (
     chunk_tokens,
     placed_images,
 )
-from opentinker.config.job import EngineConfig, LoraConfig
+from opentinker.config.server import EngineConfig, LoraConfig
 from opentinker.errors import ConfigError, EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
 from opentinker.server.buckets import Bucket, BucketAck, Ledger, merged
 from opentinker.server.carriers import Payload, SharedCarrier, SharedPayload

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from opentinker.client.messages import Datum, IntArray, TokenChunk
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import TooLargeError
 from opentinker.server.trainer.free_memory import free_bytes
 from opentinker.server.trainer.memory import (

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, PolicySpec, TokenScore
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import ConfigError
 from opentinker.server.trainer.base import ForwardBackwardResult
 from opentinker.server.trainer.gathered import Gathered

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import OpenTinkerError, ServerLostError, TrainerError
 from opentinker.server.trainer.rank_trainer import AgreedError, RankTrainer
 from opentinker.server.trainer.ranks import Meeting, Ranks

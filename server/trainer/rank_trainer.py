@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from opentinker.client.messages import SCALAR_LOSSES, AdamParams, Datum, FloatArray, LossConfig, TokenChunk, TokenScore
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import TrainerError
 from opentinker.server.trainer.identity import base_digest
 from opentinker.server.trainer.losses import merge_metrics

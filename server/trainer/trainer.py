@@ -22,7 +22,7 @@ from opentinker.client.messages import (
     TokenScore,
 )
 from opentinker.config.base import parse_config
-from opentinker.config.job import LoraConfig, TrainerConfig
+from opentinker.config.server import LoraConfig, TrainerConfig
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError, TrainerError
 from opentinker.server.engine.base import LoraTensors
 from opentinker.server.images import ImageStore

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import opentinker as ot
-from opentinker.config.job import EngineConfig, EvaluationConfig, RolloutConfig, SamplingConfig
+from opentinker.config.rl import EvaluationConfig
+from opentinker.config.rollout import RolloutConfig, SamplingConfig
+from opentinker.config.server import EngineConfig
 from opentinker.scheduler.cluster import EmbeddedCluster
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from opentinker.config.agents import TurnsConfig
 from opentinker.config.base import parse_config
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.frames import pack, unpack
 from opentinker.env.processes import SessionFactory
 from opentinker.errors import (

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from opentinker.config.agents import TurnsConfig
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Action, Message
 from opentinker.env.threads import UserThreads
 from opentinker.errors import DeadlineError, EnvironmentFailedError, OpenTinkerError, UnavailableError

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from opentinker.client.messages import ImageChunk, Sample
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Action, Message, Tool
 from opentinker.multiagent.coordination.words import Answer, Taken
 from opentinker.rendering.chunks import NO_IMAGES, Images

@@ -12,7 +12,7 @@ import numpy as np
 
 from opentinker.client.messages import AdamParams, Datum, FloatArray, SamplingParams, TokenChunk
 from opentinker.client.policy import PolicyClient
-from opentinker.config.job import EngineConfig, LoraConfig, ServerConfig, TrainerConfig
+from opentinker.config.server import EngineConfig, LoraConfig, ServerConfig, TrainerConfig
 from opentinker.errors import from_problem
 from opentinker.server.engine.host import EngineHost
 from opentinker.server.engine.links import LocalLink

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from opentinker.client.messages import Sample, SampleRequest, SamplingParams, TokenChunk
-from opentinker.config.job import EngineConfig, LoraConfig
+from opentinker.config.server import EngineConfig, LoraConfig
 from opentinker.errors import ConfigError, ContextOverflowError, EngineError, InvalidRequestError
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors

@@ -12,7 +12,7 @@ import torch
 from trainer_tools import assert_same, make_data, make_datum, make_trainer, weights
 
 from opentinker.client.messages import AdamParams, Datum, LossConfig, PolicySpec
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, ServerLostError, TrainerError
 from opentinker.server.trainer import rank_process
 from opentinker.server.trainer.base import Trainer

@@ -30,7 +30,7 @@ from opentinker.client.messages import (
     chunk_tokens,
     placed_images,
 )
-from opentinker.config.job import EngineConfig, LoraConfig, TrainerConfig
+from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig
 from opentinker.errors import ConfigError, EngineError, ImageMissingError, InvalidRequestError, TooLargeError
 from opentinker.server import images
 from opentinker.server.engine.select import create_engine

@@ -6,14 +6,8 @@ from typing import Any
 import pytest
 
 from opentinker.config.base import apply_overrides, parse_config, read_yaml
-from opentinker.config.job import (
-    INFERENCE_MEMORY_FRACTION,
-    KINDS,
-    EngineConfig,
-    InferenceJobConfig,
-    RLJobConfig,
-    parse_job,
-)
+from opentinker.config.job import KINDS, InferenceJobConfig, RLJobConfig, parse_job
+from opentinker.config.server import INFERENCE_MEMORY_FRACTION, EngineConfig
 from opentinker.errors import ConfigError
 from opentinker.scheduler.settings import Settings
 

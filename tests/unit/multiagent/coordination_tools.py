@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from opentinker.config.agents import TurnsConfig
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.load import load_environment
 from opentinker.env.processes import SessionFactory
 from opentinker.environments.hosting.api import Api

@@ -14,7 +14,7 @@ from test_games import Relay, Talker, fingerprint
 
 import opentinker.rollout.sampler as sampler_module
 from opentinker.config.agents import OnLate, TurnsConfig
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.load import load_environment
 from opentinker.environments.gomoku_duel import GomokuDuel
 from opentinker.errors import EngineError

@@ -12,7 +12,7 @@ import pytest
 import opentinker.rollout.sampler as sampler_module
 from opentinker.client.messages import Sample, SamplingParams
 from opentinker.config.agents import OnLate, TurnsConfig
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Action, Message, Tool
 from opentinker.env.load import load_environment
 from opentinker.environments.gomoku_duel import GomokuDuel

@@ -11,7 +11,8 @@ import yaml
 import opentinker as ot
 from opentinker.client.submission import prepare
 from opentinker.config.base import parse_config
-from opentinker.config.job import RLJobConfig, RolloutConfig
+from opentinker.config.job import RLJobConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.load import load_environment
 from opentinker.multiagent.arena import cross_play
 from opentinker.multiagent.players import ScriptedPlayer

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from opentinker.client.messages import AdamParams
-from opentinker.config.job import RLTrainingConfig
+from opentinker.config.rl import RLTrainingConfig
 from opentinker.env.environment import Environment, StepResult
 from opentinker.errors import ConfigError, EpisodesFailedError, UnavailableError
 from opentinker.images import Image
