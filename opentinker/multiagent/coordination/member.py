@@ -149,8 +149,11 @@ class Member:
     async def _listen(self, lease_s: float) -> None:
         """Hear what there is; each request waits for news, and is a sign of life."""
         wait_s = min(LISTEN_S, lease_s / BEATS)
-        while self._failed is None:
-            await self._exchange(wait_s)
+        try:
+            while self._failed is None:
+                await self._exchange(wait_s)
+        finally:
+            self._closed.set()  # nobody hears any more, so there is nobody whose life a thread could be a sign of
 
     async def _speak(self) -> None:
         """Say what there is to say, without waiting for news."""
@@ -252,6 +255,17 @@ class Member:
                     continue
                 if response.status_code == 404:  # the event loop hears of it, too
                     return
+
+
+@contextlib.asynccontextmanager
+async def leaving(member: Member | None) -> AsyncIterator[None]:
+    """Whatever goes wrong within is what the other drivers are told when this one leaves."""
+    try:
+        yield
+    except BaseException as error:
+        if member is not None:
+            await member.leave(error)
+        raise
 
 
 def _as_error(cause: BaseException) -> OpenTinkerError:
