@@ -4,6 +4,7 @@ Whoever serves it hands over decoded messages and gives back what is answered; s
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -59,10 +60,9 @@ class _Desk:
         """Until there is something to say."""
         self._news.clear()
         if not self.channel.waiting and timeout_s > 0:
-            try:
-                await asyncio.wait_for(self._news.wait(), timeout_s)
-            except TimeoutError:
-                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
 
 
 class _Table:

@@ -130,7 +130,7 @@ class RoundOfGames:
             episodes: dict[str, Episode] = await driver.run(member)
         finally:
             del self._games[game]
-        again = bool(failed_in(episodes)) and attempt < rules.rollout.member_retries
+        again = bool(failed_in(episodes) - set(self._gone)) and attempt < rules.rollout.member_retries
         why = driver.aborted
         aborted = None if why is None else [isinstance(why, DeadlinePassed), why.error]
         voice.to_all(["over", game, aborted, again, session.seconds])

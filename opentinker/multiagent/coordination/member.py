@@ -61,6 +61,8 @@ class Member:
         self._to_say = asyncio.Event()
         self._changed = asyncio.Event()
         self._failed: OpenTinkerError | None = None
+        self._over = False
+        """There is nothing more to say or to hear."""
         self._start: int | None = None
         self._moment: Moment | None = None
         self._words: asyncio.Queue[Any] | None = None
@@ -137,6 +139,7 @@ class Member:
                         await self._changed_once()
             except TimeoutError:
                 log.warning("run=%s: the coordinator did not hear that this driver leaves; its lease will end", self.run)
+        self._over = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -150,17 +153,17 @@ class Member:
         """Hear what there is; each request waits for news, and is a sign of life."""
         wait_s = min(LISTEN_S, lease_s / BEATS)
         try:
-            while self._failed is None:
+            while not self._over:
                 await self._exchange(wait_s)
         finally:
             self._closed.set()  # nobody hears any more, so there is nobody whose life a thread could be a sign of
 
     async def _speak(self) -> None:
         """Say what there is to say, without waiting for news."""
-        while self._failed is None:
+        while not self._over:
             await self._to_say.wait()
             self._to_say.clear()
-            while self._channel.waiting and self._failed is None:
+            while self._channel.waiting and not self._over:
                 await self._exchange(0.0)
 
     async def _exchange(self, wait_s: float) -> None:
@@ -193,14 +196,10 @@ class Member:
 
     def _fail(self, error: OpenTinkerError) -> None:
         if self._failed is None:
-            self._failed = error
-            self._closed_by_other()
+            self._failed, self._over, self._beats = error, True, False
+            self._to_say.set()
             if self._words is not None:
                 self._words.put_nowait(error)
-
-    def _closed_by_other(self) -> None:
-        self._beats = False
-        self._to_say.set()
 
     def _raise_if_over(self) -> None:
         if self._failed is not None:

@@ -94,6 +94,11 @@ class Place:
         found |= {f"rollout.{key}": value for key, value in rollout.model_dump(mode="json").items()}
         return found | {f"turns.{key}": value for key, value in turns.model_dump(mode="json").items()} | more
 
+    async def joined(self, agent: str) -> None:
+        """Until there is a driver of this agent."""
+        while not any(agent in run["agents"] for run in self.coordinator.runs()["runs"]):  # noqa: ASYNC110 - over HTTP it is no event
+            await asyncio.sleep(0.01)
+
     async def close(self) -> None:
         await asyncio.gather(*(member.leave() for member in self._members))
         await self.coordinator.stop()

@@ -168,7 +168,7 @@ class Together(Anything):
 ORDERS: list[type[Anything]] = [Chaired, Named, Rounds, Together]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     order=st.sampled_from(ORDERS),
     seed=st.integers(0, 10_000),
@@ -180,7 +180,10 @@ ORDERS: list[type[Anything]] = [Chaired, Named, Rounds, Together]
 def test_any_game_of_any_drivers_is_that_of_one_process(
     order: type[Anything], seed: int, on_late: OnLate, split: Any, failing: float, lost: float
 ) -> None:
-    """Even if agents come and go, policies fail, and requests and answers are lost, doubled and late."""
+    """Even if agents come and go, policies fail, and requests and answers are lost, doubled and late. Of simultaneous turns
+    one of which fails it depends on time how far the others were, so that those are left out."""
+    if failing:
+        order = Rounds
     Anything.games = []
     one, apart = asyncio.run(
         both_ways(
