@@ -27,7 +27,7 @@ class Coordination:
         self._hub = hub
         self._url, self._token = "", ""
         self._made: type[Environment] | None = None
-        self.coordinator = Coordinator(self._describe, self._sessions)
+        self.coordinator = Coordinator(self._describe, self._sessions, lease_s=hub.settings.lease_s)
 
     def begin(self, url: str, token: str) -> None:
         """The server listens there, and opens to this token."""

@@ -33,7 +33,6 @@ from opentinker.multiagent.phases import Moment, Phase
 from opentinker.multiagent.seats import Seats
 
 MAX_RUNS = 256
-LEASE_S = 20.0
 TICK_S = 0.2
 LONGEST_WAIT_S = 30.0
 KEPT_S = 600.0
@@ -175,7 +174,7 @@ class Coordinator:
         describe: Callable[[], tuple[Mapping[str, Any], Seats]],
         sessions: Callable[[Mapping[str, Any]], SessionFactory],
         *,
-        lease_s: float = LEASE_S,
+        lease_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._describe = describe

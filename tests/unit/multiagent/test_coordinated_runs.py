@@ -206,11 +206,11 @@ def test_the_cause_that_a_driver_gives_reaches_the_others_as_it_is() -> None:
 
 
 class Driving(RuleBasedStateMachine):
-    """Two to five drivers of a run in any order, alive or not, on time or late. What they do is what a loop does: it opens games,
-    finishes its rollout, finishes its update, and waits in between for what it was told.
+    """Two to five drivers of a run in any order, alive or not, on time or late. What they do is what a loop does: it opens
+    games, finishes its rollout, finishes its update, and waits in between for what it was told.
 
-    Always: nobody updates while games are played, nobody plays while somebody updates; whoever is alive and waits is told in the
-    end, or the run has a cause that names somebody."""
+    Always: nobody updates while games are played, nobody plays while somebody updates; whoever is alive and waits is told in
+    the end, or the run has a cause that names somebody."""
 
     @initialize(count=st.integers(2, 5), on_lost=st.sampled_from(["fail", "go_on"]))
     def begin(self, count: int, on_lost: Any) -> None:
