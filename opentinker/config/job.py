@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from opentinker.config.agents import AgentConfig, TurnsConfig, bound_elsewhere
-from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PPOConfig
+from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.coordination import CoordinatorConfig
 from opentinker.config.preference import (
@@ -20,7 +20,7 @@ from opentinker.config.preference import (
     PreferenceTrainingConfig,
 )
 from opentinker.config.resources import Resources, Scheduling
-from opentinker.config.rl import EvaluationConfig, RLTrainingConfig, StopConfig
+from opentinker.config.rl import EvaluationConfig, RLTrainingConfig
 from opentinker.config.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
 from opentinker.config.server import (
     Dtype,
@@ -106,6 +106,15 @@ class JobConfig(Config):
     def _a_trainer_to_split_from(self) -> "JobConfig":
         if self.resources.layout == "split" and not self.trains:
             raise ValueError(f"resources.layout 'split' is for jobs that train; a job of kind '{self.kind}' has an engine only")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_between_processes(self) -> "JobConfig":
+        carrier = self.engine.weight_carrier
+        if carrier in ("ipc", "nccl") and self.resources.layout != "split":
+            raise ValueError(
+                f"engine.weight_carrier={carrier} is between two processes: set resources.layout to 'split', or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -202,7 +211,7 @@ class RLJobConfig(JobConfig):
                 raise ValueError("coordinator is for agents, and there are none; name those that this job drives")
             return self
         own = self.policies
-        if not [name for name in own if not self.agents[name].frozen]:
+        if not self.learners:
             raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
         if self.agents[own[0]].lora not in (None, self.lora):
             raise ValueError(f"agents.{own[0]} has the job's own policy, so that its adapter is the job's: set lora")
@@ -214,18 +223,28 @@ class RLJobConfig(JobConfig):
             raise ValueError(f"agents have {len(own)} policies, and engine.max_adapters is {self.engine.max_adapters}")
         if wide := [name for name in own if (lora := self.agents[name].lora) and self.lora and lora.rank > self.lora.rank]:
             raise ValueError(f"agents.{wide[0]}.lora.rank is above lora.rank, the largest for which the server makes room")
-        algorithms = {name: self.agents[name].algorithm or self.algorithm for name in own if not self.agents[name].frozen}
-        if critics := [name for name, algorithm in algorithms.items() if isinstance(algorithm, PPOConfig)]:
-            raise ValueError(f"agents.{critics[0]}: an agent among several cannot learn by PPO with a critic yet")
+        algorithms = {name: self.algorithm_of(name) for name in self.learners}
         if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
             sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
             raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
-        if resampling := [name for name, algorithm in algorithms.items() if algorithm.max_resamples]:
-            raise ValueError(f"agents.{resampling[0]}: algorithm.max_resamples must be 0: all agents play the same episodes")
         if (meeting := self.coordinator) is not None and not (meeting.url or "://" in self.environment.name):
             raise ValueError("coordinator.url is missing: the environment server where the drivers meet")
-        if self.start_from or self.evaluation.keep_best or self.training.stop != StopConfig():
-            raise ValueError("start_from, evaluation.keep_best and training.stop are for a job of one agent")
+        resampling = [name for name, algorithm in algorithms.items() if algorithm.max_resamples]
+        if self.coordinator is not None and resampling:
+            raise ValueError(
+                f"agents.{resampling[0]}: algorithm.max_resamples must be 0 with a coordinator: all drivers play the same games"
+            )
+        if self.start_from:
+            raise ValueError("start_from is for a job of one agent")
+        return self
+
+    @model_validator(mode="after")
+    def _an_agent_is_judged(self) -> "RLJobConfig":
+        judged = self.evaluation.agent
+        played = [name for name, agent in self.agents.items() if not agent.script]
+        if judged and judged not in played:
+            there = f"policies play {', '.join(played)}" if played else "this job has no agents"
+            raise ValueError(f"evaluation.agent: '{judged}' is no agent that a policy plays; {there}")
         return self
 
     @property
@@ -233,6 +252,19 @@ class RLJobConfig(JobConfig):
         """The agents with policies of their own. The first of those that learn has the job's own policy."""
         own = [name for name, agent in self.agents.items() if not (agent.policy or agent.script)]
         return sorted(own, key=lambda name: self.agents[name].frozen)
+
+    @property
+    def learners(self) -> list[str]:
+        """The agents whose own policies learn."""
+        return [name for name in self.policies if not self.agents[name].frozen]
+
+    def algorithm_of(self, agent: str) -> AlgorithmConfig:
+        """How an agent's own policy learns."""
+        return self.agents[agent].algorithm or self.algorithm
+
+    def critic_of(self, agent: str) -> LoraConfig | None:
+        """The adapter of the critic beside an agent's own policy, if it has one."""
+        return _critic(self.algorithm_of(agent)) if agent in self.learners else None
 
     @model_validator(mode="after")
     def _action_fits_context(self) -> "RLJobConfig":
@@ -247,8 +279,9 @@ class RLJobConfig(JobConfig):
 
     @model_validator(mode="after")
     def _limits_are_measured(self) -> "RLJobConfig":
-        kl = self.algorithm.kl
-        if self.training.stop.max_reference_kl is not None and not (kl.coefficient and kl.place == "loss"):
+        kls = [self.algorithm_of(name).kl for name in self.learners] if self.agents else [self.algorithm.kl]
+        measured = any(kl.coefficient and kl.place == "loss" for kl in kls)
+        if self.training.stop.max_reference_kl is not None and not measured:
             raise ValueError(
                 "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
             )
@@ -260,9 +293,7 @@ class RLJobConfig(JobConfig):
 
     @property
     def policy_critic(self) -> LoraConfig | None:
-        if not isinstance(self.algorithm, PPOConfig):
-            return None
-        return LoraConfig(rank=self.algorithm.critic.rank, alpha=self.algorithm.critic.alpha)
+        return self.critic_of(self.policies[0]) if self.agents else _critic(self.algorithm)
 
     def default_name(self) -> str:
         name = self.environment.name
@@ -388,6 +419,12 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
+
+
+def _critic(algorithm: PolicyGradient) -> LoraConfig | None:
+    if not isinstance(algorithm, PPOConfig):
+        return None
+    return LoraConfig(rank=algorithm.critic.rank, alpha=algorithm.critic.alpha)
 
 
 KINDS: Mapping[str, type[JobConfig]] = {

@@ -24,7 +24,7 @@ _OF_EACH = {"generation_timeout_s", "generation_retries"}
 class Games(Protocol):
     """What plays the games of a loop."""
 
-    async def run(self, players: Any, tasks: Sequence[Any], group_size: int, step: int) -> Groups: ...
+    async def run(self, players: Any, tasks: Sequence[Any], group_size: int, step: int, *, first_index: int = 0) -> Groups: ...
 
     async def close(self) -> None: ...
 
@@ -75,7 +75,6 @@ def terms_of(config: RLJobConfig, identity: dict[str, Any]) -> dict[str, Any]:
     evaluation = config.evaluation.model_dump(
         mode="json", include={"at_start", "at_end", "every", "max_tasks", "samples_per_task"}
     )
-    learns = next(name for name in config.policies if not config.agents[name].frozen)
     return {
         "environment.version": identity["version"],
         "environment.name": identity["name"],
@@ -84,7 +83,7 @@ def terms_of(config: RLJobConfig, identity: dict[str, Any]) -> dict[str, Any]:
         **{f"rollout.{name}": value for name, value in rollout.items()},
         **{f"turns.{name}": value for name, value in turns.items()},
         **{f"evaluation.{name}": value for name, value in evaluation.items()},
-        "algorithm.group_size": (config.agents[learns].algorithm or config.algorithm).group_size,
+        "algorithm.group_size": config.algorithm_of(config.learners[0]).group_size,
         "training.seed": config.training.seed,
         "training.steps": config.training.steps,
         "training.save_every": config.training.save_every,
