@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import PPOConfig as PPO
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
+    from opentinker.config.coordination import CoordinatorConfig
     from opentinker.config.job import InferenceJobConfig, InteractiveJobConfig, RLJobConfig
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
     from opentinker.config.preference import DPOConfig as DPO
@@ -52,6 +53,7 @@ _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
     "opentinker.client.messages": ("AdamParams",),
     "opentinker.client.submitted": ("SubmittedJob",),
+    "opentinker.config.coordination": ("CoordinatorConfig",),
     "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
     "opentinker.config.agents": ("AgentConfig", "TurnsConfig"),
     "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
@@ -101,6 +103,7 @@ __all__ = [
     "Alternating",
     "BradleyTerry",
     "Client",
+    "CoordinatorConfig",
     "CriticConfig",
     "DrGRPO",
     "EngineConfig",

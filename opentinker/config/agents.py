@@ -23,6 +23,22 @@ class TurnsConfig(Config):
     """What becomes of an episode in which an agent's turn takes too long or its policy fails: 'abort' = it ends in an error and
     is run anew; 'forfeit' = the agent leaves and the environment says how the others go on; 'skip' = its turn is lost and
     counts as one of `rollout.max_turns`; 'fail' = the run ends with an error that names the agent."""
+    barrier_timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
+    """With `coordinator`: how long one driver may hold up the others, from when the first has finished its games or its update
+    (or is ready for the next games) until the last has. Make it longer than the slowest agent's update and checkpoint take
+    beyond the fastest one's. A driver whose process dies is found by its lease, which does not depend on this."""
+    join_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    """With `coordinator`: how long drivers wait until every seat has one, and then until all are ready for the first games."""
+    on_lost: Literal["fail", "go_on"] = "fail"
+    """With `coordinator`: what becomes of a run when a driver is lost, or holds up the others for too long: 'fail' = it ends
+    for all with an error that says who and why; 'go_on' = the others go on without its agents, which takes
+    `on_late: forfeit`, so that games go on, too."""
+
+    @model_validator(mode="after")
+    def _games_go_on_too(self) -> "TurnsConfig":
+        if self.on_lost == "go_on" and self.on_late != "forfeit":
+            raise ValueError("on_lost 'go_on' takes on_late 'forfeit': the environment says how games go on without an agent")
+        return self
 
 
 class AgentConfig(Config):

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from opentinker.config.agents import AgentConfig, TurnsConfig, bound_elsewhere
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
+from opentinker.config.coordination import CoordinatorConfig
 from opentinker.config.preference import (
     BradleyTerryConfig,
     DPOConfig,
@@ -178,6 +179,8 @@ class RLJobConfig(JobConfig):
     """Who plays which seat, for an environment of several agents: all of them learn in this one job."""
     turns: TurnsConfig = TurnsConfig()
     """With `agents`: what becomes of one that holds up the others."""
+    coordinator: CoordinatorConfig | None = None
+    """With `agents`: those that are not named here are driven by other processes, which meet at this environment server."""
     sinks: Sinks = ()
     """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
@@ -204,6 +207,8 @@ class RLJobConfig(JobConfig):
         if not self.agents:
             if self.turns != TurnsConfig():
                 raise ValueError("turns are those of several agents, and there are no agents")
+            if self.coordinator is not None:
+                raise ValueError("coordinator is for agents, and there are none; name those that this job drives")
             return self
         own = self.policies
         if not self.learners:
@@ -222,6 +227,13 @@ class RLJobConfig(JobConfig):
         if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
             sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
             raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
+        if (meeting := self.coordinator) is not None and not (meeting.url or "://" in self.environment.name):
+            raise ValueError("coordinator.url is missing: the environment server where the drivers meet")
+        resampling = [name for name, algorithm in algorithms.items() if algorithm.max_resamples]
+        if self.coordinator is not None and resampling:
+            raise ValueError(
+                f"agents.{resampling[0]}: algorithm.max_resamples must be 0 with a coordinator: all drivers play the same games"
+            )
         if self.start_from:
             raise ValueError("start_from is for a job of one agent")
         return self

@@ -1,14 +1,13 @@
 """The driver loop of several agents: games -> each agent's groups -> all updates side by side -> the next games.
 
 Phases are in step: no agent updates before all games of an iteration are over, and no game begins before all updates are
-published. Policies of one run are on one server; `Phases` is where learners in other processes will meet.
+published. With a `Member` other agents are driven by other processes, and the phases and games are those of all.
 """
 
 import asyncio
 import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,9 +22,10 @@ from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
 from opentinker.images import Image
+from opentinker.multiagent.coordination.member import Member, leaving
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
 from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
-from opentinker.multiagent.runner import GameRunner, Groups, check_players
+from opentinker.multiagent.runner import Groups, check_players
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer
@@ -36,6 +36,7 @@ from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.learner import Learned, Learner
 from opentinker.training.loop import EpisodesLoop
+from opentinker.training.meeting import join_run, runners
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
 from opentinker.training.rl import EVALUATION_TRANSCRIPTS, TrainablePolicy
@@ -64,6 +65,7 @@ class AgentsLoop(EpisodesLoop):
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        member: Member | None = None,
     ) -> None:
         tasks = JobTasks(
             environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir, sources=sources
@@ -97,12 +99,10 @@ class AgentsLoop(EpisodesLoop):
         seats = seats_of(environment, config.environment.args)
         if seats is None:
             raise _for_one(environment)
-        make = partial(environment, **config.environment.args)
-        seed = config.training.seed
-        self._runner = GameRunner(make, seats, config.rollout, config.turns, seed)
-        # Evaluation must not reuse training's sampling seeds.
-        self._evaluator = GameRunner(make, seats, config.rollout, config.turns, seed + 2**31)
-        check_players(self._players(), seats.agents)
+        self._member = member
+        self._runner, self._evaluator = runners(config, environment, seats, member)
+        if member is None:
+            check_players(self._players(), seats.agents)
 
     @classmethod
     async def connect(
@@ -113,14 +113,35 @@ class AgentsLoop(EpisodesLoop):
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        steps: Sequence[int] = (0,),
     ) -> "AgentsLoop":
-        """A loop on a server that runs: makes the policies that are not there yet, asks for the tokenizer and the limits.
+        """A loop on a server that runs: makes the policies that are not there yet, asks for the tokenizer and the limits. Where
+        other processes drive other agents, it joins them; `steps` are those after which it could go on.
 
         Raises:
             ConfigError: the environment is for one agent, or its agents are not those of the config.
+            ConflictError: the drivers of the agents do not agree on something.
             RenderingError: the model has no usable chat template.
         """
         await asyncio.to_thread(check_agents, config, environment)  # it may ask the environment's server
+        member = await join_run(config, environment, steps)
+        async with leaving(member):
+            loop = await cls._connected(config, environment, policy, recorder, base_dir, sources, member)
+            if member is not None:
+                loop.steps_done = await member.started()
+            return loop
+
+    @classmethod
+    async def _connected(
+        cls,
+        config: RLJobConfig,
+        environment: type[Environment],
+        policy: PlayedPolicy,
+        recorder: Recorder,
+        base_dir: Path | None,
+        sources: Mapping[Split, TaskSource] | None,
+        member: Member | None,
+    ) -> "AgentsLoop":
         info = await policy.info()
         tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
         renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
@@ -130,14 +151,21 @@ class AgentsLoop(EpisodesLoop):
             lora = config.agents[name].lora or config.lora
             critic = config.critic_of(name)
             policies[name] = await policy.create_policy(lora, name=name, seed=config.training.seed + place, critic=critic)
-        return cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
+        return cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources, member)
 
     async def resume(self, step: int) -> None:
-        """Go on after the checkpoints of `step`; 0 needs none.
+        """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none.
 
         Raises:
             CheckpointError: a part of one is missing, corrupt, or of another run.
         """
+        async with leaving(self._member):
+            if self._member is not None and self.steps_done != step:
+                step = self.steps_done
+                self._recorder.take_back(step)
+            await self._resume(step)
+
+    async def _resume(self, step: int) -> None:
         self.steps_done = step
         self.phases = PhaseBarrier(list(self._policies), start=Moment(step, Phase.ROLLOUT))
         if not step:
@@ -156,6 +184,16 @@ class AgentsLoop(EpisodesLoop):
                 elif row["kind"] == "stopping":
                     self._stopping.heard(row)
 
+    async def run(self, steps: int) -> None:
+        """As every loop's. What ends it is what the drivers of other agents are told, if there are any.
+
+        Raises:
+            AgentLostError: another driver is lost.
+            EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
+        """
+        async with leaving(self._member):
+            await super().run(steps)
+
     async def step(self) -> Row:
         """One iteration: all games, then all updates."""
         config, number = self.config, self.steps_done + 1
@@ -171,13 +209,13 @@ class AgentsLoop(EpisodesLoop):
         rounds = max(learner.algorithm.max_resamples for learner in self._learners.values())
         position = await self._collect(rounds, play, lambda round_: self._missing(groups, round_))
         sampled = time.monotonic()
-        self._finish(moment)
+        await self._finish(moment)
         await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
         assert all(self.phases.may(name, moment.next) for name in self._policies), "no update before all games are over"
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
         learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
         ended = time.monotonic()
-        self._finish(moment.next)
+        await self._finish(moment.next)
         self._task_position = position
         rows = {
             name: step_row(
@@ -257,13 +295,16 @@ class AgentsLoop(EpisodesLoop):
         ).to_json()
         keep_last = kept(self.config.training, name)
         own, *others = self._policies.values()
-        # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before.
+        # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before. So does
+        # one whose other drivers die before theirs are.
         spare = None if keep_last is None else keep_last + 1
         await asyncio.gather(*(policy.save(name, driver=state, keep_last=spare) for policy in others))
-        return await own.save(name, driver=state, keep_last=keep_last)
+        return await own.save(name, driver=state, keep_last=keep_last if self._member is None else spare)
 
     async def close(self) -> None:
-        """End what the environments left running."""
+        """End what the environments left running, and leave the others, if there are any elsewhere."""
+        if self._member is not None:
+            await self._member.leave()
         await self._runner.close()
         await self._evaluator.close()
 
@@ -287,9 +328,12 @@ class AgentsLoop(EpisodesLoop):
         scale = self._stopping.scale(name)
         return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step, scale)
 
-    def _finish(self, moment: Moment) -> None:
+    async def _finish(self, moment: Moment) -> None:
+        """All policies here have finished a phase; wait for those elsewhere."""
         for name in self._policies:
             self.phases.finish(name, moment, time.monotonic())
+        if self._member is not None:
+            await self._member.finish(moment)
 
     async def _check_server(self) -> None:
         await self._policies[self.config.policies[0]].info()
@@ -336,10 +380,12 @@ def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
     if seats is None:
         raise _for_one(environment)
     there = ", ".join(seats.agents)
-    if missing := [name for name in seats.agents if name not in config.agents]:
+    missing = [name for name in seats.agents if name not in config.agents]
+    if missing and config.coordinator is None:
         raise ConfigError(
             f"agents: nobody plays '{missing[0]}' of {environment.__name__}",
-            hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own",
+            hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own, and with `coordinator` "
+            "another process may drive it",
         )
     if unknown := [name for name in config.agents if name not in seats.agents]:
         raise ConfigError(f"agents: {environment.__name__} has no agent '{unknown[0]}'", hint=f"its agents are {there}")

@@ -15,6 +15,7 @@ from opentinker.client.policy import PolicyClient
 from opentinker.config.agents import AgentConfig, TurnsConfig
 from opentinker.config.algorithms import GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.base import parse_config
+from opentinker.config.coordination import CoordinatorConfig
 from opentinker.config.job import InteractiveJobConfig, PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.config.preference import (
     BradleyTerryConfig,
@@ -251,13 +252,15 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         rollout: RolloutConfig | None = None,
         turns: TurnsConfig | None = None,
         evaluation: EvaluationConfig | None = None,
+        coordinator: CoordinatorConfig | None = None,
         seed: int = 0,
         sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
         progress: bool = True,
     ) -> None:
         """Tasks given here replace the environment's own. `algorithm`, `optimizer` and `sampling` are those of agents that have
-        none of their own.
+        none of their own. With a `coordinator`, agents that are not named here are driven by other processes, which join the
+        same run.
 
         Raises: EnvironmentLoadError, ConfigError.
         """
@@ -274,6 +277,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
                 "sampling": sampling or SamplingConfig(),
                 "rollout": rollout or RolloutConfig(),
                 "turns": turns or TurnsConfig(),
+                "coordinator": coordinator,
                 "evaluation": evaluation or EvaluationConfig(),
                 "training": RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
                 "sinks": parse_sinks(sinks),
