@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import PPOConfig as PPO
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
+    from opentinker.config.arena import ArenaConfig
     from opentinker.config.job import InferenceJobConfig, InteractiveJobConfig, RLJobConfig
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
     from opentinker.config.preference import DPOConfig as DPO
@@ -54,6 +55,7 @@ _HOMES = {
     "opentinker.client.submitted": ("SubmittedJob",),
     "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
     "opentinker.config.agents": ("AgentConfig", "TurnsConfig"),
+    "opentinker.config.arena": ("ArenaConfig",),
     "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
     "opentinker.config.resources": ("Resources", "Scheduling"),
     "opentinker.config.rl": ("EvaluationConfig",),
@@ -99,6 +101,7 @@ __all__ = [
     "AgentConfig",
     "AgentProtocol",
     "Alternating",
+    "ArenaConfig",
     "BradleyTerry",
     "Client",
     "CriticConfig",

@@ -58,5 +58,10 @@ class AgentConfig(Config):
 
 def bound_elsewhere(agent: Any) -> bool:
     """Whether an agent's config, validated or not, gives it no policy of its own."""
-    fields = agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
+    fields = fields_of(agent)
     return bool(fields.get("policy") or fields.get("script"))
+
+
+def fields_of(agent: Any) -> Mapping[str, Any]:
+    """The fields of an agent's config, validated or not."""
+    return agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}

@@ -32,6 +32,8 @@ from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.types import Group
 from opentinker.training.agents_watch import AgentsWatch
+from opentinker.training.arena import ARENA_SEED, Arena, Entrant, reference_players
+from opentinker.training.arena_report import arena_files
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.learner import Learned, Learner
@@ -103,6 +105,13 @@ class AgentsLoop(EpisodesLoop):
         # Evaluation must not reuse training's sampling seeds.
         self._evaluator = GameRunner(make, seats, config.rollout, config.turns, seed + 2**31)
         check_players(self._players(), seats.agents)
+        self._arena: Arena | None = None
+        if config.arena is not None:
+            # It must not reuse the seeds of training, nor those of evaluation.
+            games = GameRunner(make, seats, config.rollout, config.turns, seed + ARENA_SEED)
+            references = reference_players(config.arena.references, environment, config.agents, base_dir)
+            draw = partial(self._tasks.standing, seed + ARENA_SEED, config.arena.tasks)
+            self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, self._scripts, draw)
 
     @classmethod
     async def connect(
@@ -149,7 +158,10 @@ class AgentsLoop(EpisodesLoop):
             self._fruitless, self._stopping.stopped = state.fruitless, state.stopped
             self._stopping.reductions |= state.agents.get("reductions", {})
             self._watch.restore(state.watch)
-            for row in state.later(self._recorder.rows):
+            later = state.later(self._recorder.rows)
+            if self._arena is not None:
+                self._arena.restore(state.agents.get("arena", {}), later)
+            for row in later:
                 self._watch.row(row)
                 if row["kind"] == "agents_evaluation":
                     self._evaluated_at = row["step"]
@@ -252,7 +264,10 @@ class AgentsLoop(EpisodesLoop):
             fruitless=self._fruitless,
             stopped=self.stopped,
             watch=self._watch.state(),
-            agents={"reductions": self._stopping.reductions},
+            agents={
+                "reductions": self._stopping.reductions,
+                **({} if self._arena is None else {"arena": self._arena.state()}),
+            },
             config=self.config.model_dump(mode="json"),
         ).to_json()
         keep_last = kept(self.config.training, name)
@@ -266,6 +281,8 @@ class AgentsLoop(EpisodesLoop):
         """End what the environments left running."""
         await self._runner.close()
         await self._evaluator.close()
+        if self._arena is not None:
+            await self._arena.close()
 
     async def _update(self, name: str, groups: Groups, optimizer: AdamParams, step: int) -> Learned:
         try:
@@ -302,11 +319,16 @@ class AgentsLoop(EpisodesLoop):
         }
 
     def _player(self, name: str, temperature: float | None) -> PolicyPlayer:
-        sampling = _sampling(self.config, name)
+        trains = not self.config.agents[name].frozen
+        return self._plays(self._policies[name], _sampling(self.config, name), temperature, trains=trains)
+
+    def _plays(
+        self, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
+    ) -> PolicyPlayer:
         if temperature is not None:
             sampling = sampling.model_copy(update={"temperature": temperature})
         params = SamplingParams(**sampling.model_dump(), stop_token_ids=self._renderer.stop_token_ids)
-        policy, deadline_s = self._policies[name], self.config.rollout.generation_timeout_s
+        deadline_s = self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
             return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
@@ -319,8 +341,27 @@ class AgentsLoop(EpisodesLoop):
                 )
             return await policy.upload([image.data for image in images])
 
-        trains = not self.config.agents[name].frozen
         return PolicyPlayer(self._renderer, generate, params, self._max_model_len, upload, trains)
+
+    async def _compare(self, *, ends: bool = False) -> None:
+        step, arena = self.steps_done, self._arena
+        if arena is not None and arena.due(step, ends=ends):
+            self._recorder.row(await arena.meet(step))
+            self._recorder.files(arena_files(self._recorder.rows))
+
+    def _entrants(self) -> list[Entrant]:
+        """The policies that others are compared with."""
+        return [
+            Entrant(
+                name,
+                policy,
+                tuple(self._seats_of(name)),
+                partial(self._plays, sampling=_sampling(self.config, name), temperature=self.config.evaluation.temperature),
+                self.config.agents[name].lora or self.config.lora,
+                past=name in self._learners,
+            )
+            for name, policy in self._policies.items()
+        ]
 
 
 def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
