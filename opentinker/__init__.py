@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
     from opentinker.config.job import InferenceJobConfig, InteractiveJobConfig, RLJobConfig
+    from opentinker.config.opponents import ChatModelConfig, PoolConfig
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
     from opentinker.config.preference import DPOConfig as DPO
     from opentinker.config.preference import IPOConfig as IPO
@@ -57,6 +58,7 @@ _HOMES = {
     "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
     "opentinker.config.resources": ("Resources", "Scheduling"),
     "opentinker.config.rl": ("EvaluationConfig",),
+    "opentinker.config.opponents": ("ChatModelConfig", "PoolConfig"),
     "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
     "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
     "opentinker.env.datasets": ("load_tasks",),
@@ -100,6 +102,7 @@ __all__ = [
     "AgentProtocol",
     "Alternating",
     "BradleyTerry",
+    "ChatModelConfig",
     "Client",
     "CriticConfig",
     "DrGRPO",
@@ -125,6 +128,7 @@ __all__ = [
     "MultiStepResult",
     "OpenTinkerError",
     "OverlongConfig",
+    "PoolConfig",
     "PreferenceTrainer",
     "RLJobConfig",
     "RLTrainer",

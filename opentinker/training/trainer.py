@@ -138,7 +138,7 @@ def _hosted(job: Job) -> dict[str, Any]:
     """
     if not isinstance(job.config, InteractiveJobConfig):
         raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
-    return job.config.model_dump(exclude={"kind", "seed", "head", "critic"})
+    return job.config.model_dump(exclude={"kind", "seed", "head", "critic", "checkpoints"})
 
 
 def _check_critic(job: Job, algorithm: PolicyGradient | None) -> None:
