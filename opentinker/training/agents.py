@@ -16,12 +16,11 @@ from opentinker.client.messages import AdamParams, Chunk, ImageChunk, IntArray, 
 from opentinker.config.job import RLJobConfig
 from opentinker.config.rollout import SamplingConfig
 from opentinker.env.environment import Environment
-from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
 from opentinker.images import Image
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
-from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
+from opentinker.multiagent.players import PolicyPlayer, SeatPlayer
 from opentinker.multiagent.runner import GameRunner, Groups, check_players
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
@@ -32,6 +31,7 @@ from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.learner import Learned, Learner
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
+from opentinker.training.opponents import Opponents, open_pools, take_starts
 from opentinker.training.recorder import Recorder
 from opentinker.training.rl import EVALUATION_TRANSCRIPTS, FRUITLESS_STEPS, TrainablePolicy
 from opentinker.training.schedule import checkpoint_name, kept, scheduled
@@ -42,7 +42,11 @@ from opentinker.training.transcripts import images_of, pick_transcripts, transcr
 class PlayedPolicy(TrainablePolicy, Protocol):
     """What a run of several agents needs of a `PolicyClient`: it can make others beside itself."""
 
+    policy: str
+
     async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0) -> Any: ...
+
+    async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]: ...
 
 
 class AgentsLoop:
@@ -83,15 +87,11 @@ class AgentsLoop:
                 config.training.steps,
             )
             for name in policies
-            if not config.agents[name].frozen
+            if config.agents[name].learns
             for algorithm in [config.agents[name].algorithm or config.algorithm]
         }
         self._group_size = next(iter(self._learners.values())).algorithm.group_size
-        self._scripts = {
-            name: ScriptedPlayer(load_function(agent.script, base_dir), name)
-            for name, agent in config.agents.items()
-            if agent.script
-        }
+        self._opponents = Opponents(config.agents, base_dir)
         seats = seats_of(environment, config.environment.args)
         if seats is None:
             raise _for_one(environment)
@@ -100,7 +100,7 @@ class AgentsLoop:
         self._runner = GameRunner(make, seats, config.rollout, config.turns, seed)
         # Evaluation must not reuse training's sampling seeds.
         self._evaluator = GameRunner(make, seats, config.rollout, config.turns, seed + 2**31)
-        check_players(self._players(), seats.agents)
+        check_players(config.agents, seats.agents)
 
     @classmethod
     async def connect(
@@ -127,7 +127,10 @@ class AgentsLoop:
         for place, name in enumerate(others, 1):
             lora = config.agents[name].lora or config.lora
             policies[name] = await policy.create_policy(lora, name=name, seed=config.training.seed + place)
-        return cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
+        await take_starts(config.agents, policies)
+        loop = cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
+        loop._opponents.pools = await open_pools(config, policies, loop._plays)
+        return loop
 
     async def resume(self, step: int) -> None:
         """Go on after the checkpoints of `step`; 0 needs none.
@@ -144,6 +147,7 @@ class AgentsLoop:
         if state is not None:
             self._task_position, self._evaluated_at = state.task_position, state.evaluated_at
             self._fruitless = state.fruitless
+            self._opponents.restore(state.pools)
             for row in state.later(self._recorder.rows):
                 if row["kind"] == "agents_evaluation":
                     self._evaluated_at = row["step"]
@@ -177,7 +181,8 @@ class AgentsLoop:
         started = time.monotonic()
         count = config.rollout.groups_per_step
         tasks = await self._tasks.draw(config.training.seed, self._task_position, count)
-        groups = await self._runner.run(self._players(), tasks, self._group_size, number)
+        players = self._players() | await self._opponents.drawn(number, count)
+        groups = await self._runner.run(players, tasks, self._group_size, number)
         sampled = time.monotonic()
         self._finish(moment)
         await self._check_usable(groups)
@@ -185,6 +190,8 @@ class AgentsLoop:
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
         learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
         ended = time.monotonic()
+        pools = self._opponents.record(groups, list(self._learners))
+        await self._opponents.after(number)
         self._finish(moment.next)
         self._task_position += count
         rows = {
@@ -199,7 +206,7 @@ class AgentsLoop:
             )
             for name, result in learned.items()
         }
-        row = agents_row("agents_step", number, rows, task_position=self._task_position, step_s=ended - started)
+        row = agents_row("agents_step", number, rows, task_position=self._task_position, step_s=ended - started, **pools)
         self._recorder.row(row)
         for name, of_agent in groups.items():
             for episode in pick_transcripts(of_agent, config.training.transcripts_per_step):
@@ -216,6 +223,7 @@ class AgentsLoop:
             return None
         started, evaluation = time.monotonic(), self.config.evaluation
         players = self._players(evaluation.temperature)
+        players |= await self._opponents.reference(len(self._held_out), evaluation.temperature, self.steps_done)
         groups = await self._evaluator.run(players, self._held_out, evaluation.samples_per_task, self.steps_done)
         rows: dict[str, Row] = {}
         for name, of_agent in groups.items():
@@ -245,6 +253,7 @@ class AgentsLoop:
             evaluated_at=self._evaluated_at,
             fruitless=self._fruitless,
             config=self.config.model_dump(mode="json"),
+            pools=self._opponents.to_json(),
         ).to_json()
         keep_last = kept(self.config.training, name)
         own, *others = self._policies.values()
@@ -257,6 +266,7 @@ class AgentsLoop:
         """End what the environments left running."""
         await self._runner.close()
         await self._evaluator.close()
+        await self._opponents.close()
 
     async def _update(self, name: str, groups: Groups, optimizer: AdamParams, step: int) -> Learned:
         try:
@@ -291,19 +301,23 @@ class AgentsLoop:
                 hint="transcripts.jsonl holds a failed episode of each step",
             )
 
-    def _players(self, temperature: float | None = None) -> dict[str, Player]:
-        """Who plays which seat; with the temperature of an evaluation, if it is one."""
-        return {
-            name: self._scripts[name] if agent.script else self._player(agent.policy or name, temperature)
-            for name, agent in self.config.agents.items()
-        }
+    def _players(self, temperature: float | None = None) -> dict[str, SeatPlayer]:
+        """Who plays which seat, but for those of past versions; with the temperature of an evaluation, if it is one."""
+        seats = self.config.agents.items()
+        own = {name: self._player(agent.policy or name, temperature) for name, agent in seats if not agent.elsewhere}
+        return {**own, **self._opponents.fixed}
 
     def _player(self, name: str, temperature: float | None) -> PolicyPlayer:
-        sampling = _sampling(self.config, name)
+        trains = self.config.agents[name].learns
+        return self._plays(self._policies[name], _sampling(self.config, name), temperature, trains=trains)
+
+    def _plays(
+        self, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
+    ) -> PolicyPlayer:
         if temperature is not None:
             sampling = sampling.model_copy(update={"temperature": temperature})
         params = SamplingParams(**sampling.model_dump(), stop_token_ids=self._renderer.stop_token_ids)
-        policy, deadline_s = self._policies[name], self.config.rollout.generation_timeout_s
+        deadline_s = self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
             return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
@@ -316,7 +330,6 @@ class AgentsLoop:
                 )
             return await policy.upload([image.data for image in images])
 
-        trains = not self.config.agents[name].frozen
         return PolicyPlayer(self._renderer, generate, params, self._max_model_len, upload, trains)
 
 

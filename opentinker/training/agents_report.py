@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.training.metrics import Row
+from opentinker.training.pools_report import pool_charts
 from opentinker.training.report import card_row, change, duration, page, small_charts, trained_part, transcripts
 from opentinker.training.svg import Series, line_chart, number
 
@@ -58,6 +59,7 @@ def render_agents_report(
         body += _chart("Held-out reward", evaluations, "reward_mean")
     for metric in sorted({metric for row in steps for agent in row["agents"].values() for metric in agent["env"]}):
         body += _chart(f"{metric} in training", steps, metric, within="env")
+    body += pool_charts(steps)
     body += small_charts(steps, (("seconds per step", "step_s"), ("failed episodes", "errors")))
     return page(name, subtitle, body + transcripts(talks, folder), config)
 

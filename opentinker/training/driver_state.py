@@ -32,6 +32,8 @@ class DriverState:
     watch: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     """The job's, as it was resolved."""
+    pools: dict[str, Any] = field(default_factory=dict)
+    """Past versions that play, by seat (`multiagent/league.py`); none in checkpoints from before there were any."""
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
@@ -46,7 +48,7 @@ class DriverState:
         if state is None:
             return None
         try:
-            found = cls(**{item.name: state[item.name] for item in fields(cls)})
+            found = cls(**{item.name: state[item.name] for item in fields(cls) if item.name in state or item.name != "pools"})
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's driver state cannot be read: {error!r}") from error
         if state.get("format") != FORMAT:
