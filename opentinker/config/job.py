@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from opentinker.config.agents import Address, AgentConfig, TurnsConfig, bound_elsewhere, places_of_pool
-from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PPOConfig
+from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.preference import (
     BradleyTerryConfig,
@@ -20,7 +20,7 @@ from opentinker.config.preference import (
 )
 from opentinker.config.requirements import check_variables
 from opentinker.config.resources import Resources, Scheduling
-from opentinker.config.rl import EvaluationConfig, RLTrainingConfig, StopConfig
+from opentinker.config.rl import EvaluationConfig, RLTrainingConfig
 from opentinker.config.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
 from opentinker.config.server import (
     Dtype,
@@ -212,7 +212,7 @@ class RLJobConfig(JobConfig):
                 raise ValueError("turns are those of several agents, and there are no agents")
             return self
         own = self.policies
-        learning = [name for name in own if self.agents[name].learns]
+        learning = self.learners
         if not learning:
             raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
         if self.agents[own[0]].lora not in (None, self.lora):
@@ -231,20 +231,25 @@ class RLJobConfig(JobConfig):
             raise ValueError(f"agents have {what}, and engine.max_adapters is {self.engine.max_adapters}")
         if wide := [name for name in own if (lora := self.agents[name].lora) and self.lora and lora.rank > self.lora.rank]:
             raise ValueError(f"agents.{wide[0]}.lora.rank is above lora.rank, the largest for which the server makes room")
-        algorithms = {name: self.agents[name].algorithm or self.algorithm for name in learning}
-        if critics := [name for name, algorithm in algorithms.items() if isinstance(algorithm, PPOConfig)]:
-            raise ValueError(f"agents.{critics[0]}: an agent among several cannot learn by PPO with a critic yet")
+        algorithms = {name: self.algorithm_of(name) for name in learning}
         if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
             sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
             raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
-        if resampling := [name for name, algorithm in algorithms.items() if algorithm.max_resamples]:
-            raise ValueError(f"agents.{resampling[0]}: algorithm.max_resamples must be 0: all agents play the same episodes")
-        if self.start_from or self.evaluation.keep_best or self.training.stop != StopConfig():
-            raise ValueError("start_from, evaluation.keep_best and training.stop are for a job of one agent")
+        if self.start_from:
+            raise ValueError("start_from is for a job of one agent; agents have one each")
         check_variables(
             {f"agents.{name}.model": agent.model.secrets() for name, agent in self.agents.items() if agent.model}
             | {"environment": self.environment.secrets, "sinks": secrets_of(self.sinks)}
         )
+        return self
+
+    @model_validator(mode="after")
+    def _an_agent_is_judged(self) -> "RLJobConfig":
+        judged = self.evaluation.agent
+        played = [name for name, agent in self.agents.items() if not agent.elsewhere]
+        if judged and judged not in played:
+            there = f"policies play {', '.join(played)}" if played else "this job has no agents"
+            raise ValueError(f"evaluation.agent: '{judged}' is no agent that a policy plays; {there}")
         return self
 
     @property
@@ -281,6 +286,19 @@ class RLJobConfig(JobConfig):
             for variable, name in found.items()
         }
 
+    @property
+    def learners(self) -> list[str]:
+        """The agents whose own policies learn."""
+        return [name for name in self.policies if self.agents[name].learns]
+
+    def algorithm_of(self, agent: str) -> AlgorithmConfig:
+        """How an agent's own policy learns."""
+        return self.agents[agent].algorithm or self.algorithm
+
+    def critic_of(self, agent: str) -> LoraConfig | None:
+        """The adapter of the critic beside an agent's own policy, if it has one."""
+        return _critic(self.algorithm_of(agent)) if agent in self.learners else None
+
     @model_validator(mode="after")
     def _action_fits_context(self) -> "RLJobConfig":
         own = {f"agents.{name}.": agent.sampling for name, agent in self.agents.items() if agent.sampling}
@@ -294,8 +312,9 @@ class RLJobConfig(JobConfig):
 
     @model_validator(mode="after")
     def _limits_are_measured(self) -> "RLJobConfig":
-        kl = self.algorithm.kl
-        if self.training.stop.max_reference_kl is not None and not (kl.coefficient and kl.place == "loss"):
+        kls = [self.algorithm_of(name).kl for name in self.learners] if self.agents else [self.algorithm.kl]
+        measured = any(kl.coefficient and kl.place == "loss" for kl in kls)
+        if self.training.stop.max_reference_kl is not None and not measured:
             raise ValueError(
                 "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
             )
@@ -307,9 +326,7 @@ class RLJobConfig(JobConfig):
 
     @property
     def policy_critic(self) -> LoraConfig | None:
-        if not isinstance(self.algorithm, PPOConfig):
-            return None
-        return LoraConfig(rank=self.algorithm.critic.rank, alpha=self.algorithm.critic.alpha)
+        return self.critic_of(self.policies[0]) if self.agents else _critic(self.algorithm)
 
     def default_name(self) -> str:
         name = self.environment.name
@@ -445,6 +462,12 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
+
+
+def _critic(algorithm: PolicyGradient) -> LoraConfig | None:
+    if not isinstance(algorithm, PPOConfig):
+        return None
+    return LoraConfig(rank=algorithm.critic.rank, alpha=algorithm.critic.alpha)
 
 
 KINDS: Mapping[str, type[JobConfig]] = {

@@ -52,6 +52,7 @@ class Server:
         self.saved: dict[tuple[str, str], np.ndarray] = {}
         self.made: dict[str, Any] = {}
         self.loads: list[tuple[str, str, str]] = []
+        self.asked: list[tuple[str, str]] = []
 
     def policy(self, name: str = "own") -> Any:
         server = self
@@ -59,8 +60,12 @@ class Server:
         class Policy(self.bandit):  # type: ignore[misc, name-defined]
             policy = name
 
-            async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0) -> Any:
+            async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0, critic: Any = None) -> Any:
                 return server.policy(name)
+
+            async def sample(self, prompt: Any, params: Any, *, request_id: str, deadline_s: float) -> Any:
+                server.asked.append((self.policy, request_id))
+                return await super().sample(prompt, params, request_id=request_id, deadline_s=deadline_s)
 
             async def save(self, name: str, *, driver: Any = None, keep_last: int | None = None) -> dict[str, Any]:
                 answer = await super().save(name, driver=driver, keep_last=keep_last)
@@ -145,22 +150,17 @@ async def test_past_versions_play_and_stay_as_they_were(make_config, server, rec
 async def test_all_games_of_a_group_are_against_the_same_member(make_config, server, recorder) -> None:
     loop = await loop_of(config(make_config, {"pool": {"of": "black", "every": 1, "slots": 4}}), server, recorder)
     await loop.run(3)
-    pool = loop._opponents.pools["white"]
-    players = await pool.players(4, 8)
-    asked: dict[int, set[str]] = {}
-    run = loop._runner.run
-
-    async def watched(seats: Any, tasks: Any, *args: Any) -> Any:
-        for place, player in enumerate(seats["white"].players):
-            asked.setdefault(place, set()).add(str(id(player)))
-        return await run(seats, tasks, *args)
-
-    loop._runner.run = watched  # type: ignore[method-assign]
+    server.asked.clear()
     await loop.step()
-    drawn = [member.checkpoint for member in pool._drawn]
-    assert len(set(drawn)) > 1
-    assert all(len(who) == 1 for who in asked.values())
-    assert len(players.players) == 8
+    by_group: dict[str, set[str]] = {}
+    for slot, request in server.asked:
+        if slot != "own":
+            by_group.setdefault(request.split("-")[1], set()).add(slot)
+    assert len(by_group) == 8
+    assert {len(slots) for slots in by_group.values()} == {1}
+    assert len(set.union(*by_group.values())) > 1
+    drawn = [member.checkpoint for member in loop._opponents.pools["white"]._drawn]
+    assert len(set(drawn)) == len(set.union(*by_group.values()))
 
 
 async def test_in_evaluations_the_first_member_plays(make_config, server, recorder) -> None:
