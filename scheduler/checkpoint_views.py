@@ -10,7 +10,7 @@ from opentinker.config.job import JobConfig, parse_job
 from opentinker.config.server import LoraConfig
 from opentinker.errors import ConfigError, NotFoundError
 from opentinker.scheduler.records import Job
-from opentinker.storage import Storage, all_checkpoints
+from opentinker.storage import Storage, all_checkpoints, further_policies
 
 _FULL = "agents of one server are adapters on its base model; train an adapter in the other job, too"
 
@@ -34,23 +34,28 @@ def checkpoint_root(job: Job, policy: str | None = None) -> Path:
     return policy_root(Path(job.run_dir) / "checkpoints", policy)
 
 
-def ref_of(job: Job, name: str, version: int | None) -> CheckpointRef:
-    return CheckpointRef(job.owner, job.id, name, version)
+def ref_of(job: Job, name: str, version: int | None, policy: str | None = None) -> CheckpointRef:
+    return CheckpointRef(job.owner, job.id, name, version, policy)
 
 
 def checkpoint_views(job: Job, storage: Storage | None) -> list[dict[str, Any]]:
-    """What the API tells of a job's checkpoints, newest first."""
-    root = checkpoint_root(job)
-    tags = Marks(root, storage).tags()
-    return [checkpoint_view(job, checkpoint, tags) for checkpoint in all_checkpoints(root, storage)]
+    """What the API tells of the checkpoints of all policies of a job, newest first."""
+    views = []
+    for policy in (None, *further_policies(checkpoint_root(job), storage)):
+        root = checkpoint_root(job, policy)
+        if saved := all_checkpoints(root, storage):
+            tags = Marks(root, storage).tags()
+            views += [checkpoint_view(job, checkpoint, tags, policy) for checkpoint in saved]
+    return sorted(views, key=lambda view: float(view["created_at"]), reverse=True)  # of equals, each policy's order stays
 
 
-def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str]) -> dict[str, Any]:
-    """What the API tells of one, given the tags of all."""
+def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str], policy: str | None = None) -> dict[str, Any]:
+    """What the API tells of one, given the tags of all of its policy's; `policy` is None if that is the job's own."""
     return {
         "name": checkpoint.name,
         "version": checkpoint.version,
-        "ref": str(ref_of(job, checkpoint.name, checkpoint.version)),
+        "policy": policy,
+        "ref": str(ref_of(job, checkpoint.name, checkpoint.version, policy)),
         "kind": checkpoint.kind,
         "base_model": job.config["base_model"],
         "step": checkpoint.step,

@@ -122,6 +122,15 @@ class JobConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _weights_between_processes(self) -> "JobConfig":
+        carrier = self.engine.weight_carrier
+        if carrier in ("ipc", "nccl") and self.resources.layout != "split":
+            raise ValueError(
+                f"engine.weight_carrier={carrier} is between two processes: set resources.layout to 'split', or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_gpu_for_each_rank(self) -> "JobConfig":
         resources, ranks = self.resources, self.trainer_ranks
         key, gpus = "resources.gpus", resources.gpus

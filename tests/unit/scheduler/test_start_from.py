@@ -125,6 +125,7 @@ async def test_the_list_names_what_can_be_started_from_newest_first(world: Any) 
     assert listed[0] == {
         "name": "best",
         "version": 4,
+        "policy": None,
         "ref": f"ann/{job['id']}/best@4",
         "kind": "full",
         "base_model": "some-model",
