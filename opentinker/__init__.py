@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import RLOOConfig as RLOO
     from opentinker.config.arena import ArenaConfig
     from opentinker.config.job import InferenceJobConfig, InteractiveJobConfig, RLJobConfig
+    from opentinker.config.opponents import ChatModelConfig, PoolConfig
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
     from opentinker.config.preference import DPOConfig as DPO
     from opentinker.config.preference import IPOConfig as IPO
@@ -59,6 +60,7 @@ _HOMES = {
     "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
     "opentinker.config.resources": ("Resources", "Scheduling"),
     "opentinker.config.rl": ("EvaluationConfig",),
+    "opentinker.config.opponents": ("ChatModelConfig", "PoolConfig"),
     "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
     "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
     "opentinker.env.datasets": ("load_tasks",),
@@ -103,6 +105,7 @@ __all__ = [
     "Alternating",
     "ArenaConfig",
     "BradleyTerry",
+    "ChatModelConfig",
     "Client",
     "CriticConfig",
     "DrGRPO",
@@ -128,6 +131,7 @@ __all__ = [
     "MultiStepResult",
     "OpenTinkerError",
     "OverlongConfig",
+    "PoolConfig",
     "PreferenceTrainer",
     "RLJobConfig",
     "RLTrainer",

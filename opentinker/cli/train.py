@@ -75,6 +75,7 @@ def train(
             name=job.name,
             seed=job.training.seed,
             start_from=job.start_from,
+            checkpoints=[address for where, address in job.starts.items() if where != ("start_from",)],
         ) as hosted:
             drive = _DRIVERS[type(job)]
             with Progress(job.name or job.default_name(), job.training.steps) as progress, hosted.explained():

@@ -13,7 +13,7 @@ from opentinker.env.environment import Action, Message, StepResult
 from opentinker.env.processes import Session
 from opentinker.env.threads import UserThreads
 from opentinker.errors import DeadlineError, EnvironmentFailedError, OpenTinkerError, UnavailableError
-from opentinker.multiagent.players import Player, ScriptedPlayer
+from opentinker.multiagent.players import ModelPlayer, Player, PolicyPlayer
 from opentinker.multiagent.shared import Earned, News, acted, gone, news_of
 from opentinker.multiagent.turns import Next, TurnBarrier
 from opentinker.rollout.episode import CLOSE_TIMEOUT_S
@@ -62,7 +62,7 @@ class _Agent:
         self.sampler = sampler
         self.waiting = _Waiting()
         self.messages: list[Message] = []
-        """Of a scripted player; a policy's are its machine's."""
+        """Of a player that is no policy; a policy's are its machine's."""
         self.turns = 0
         self.entered = False
         self.left = False
@@ -128,7 +128,7 @@ class GameDriver:
         self._aborted: DeadlinePassed | Failed | None = None
 
     def _agent(self, name: str, player: Player) -> _Agent:
-        if isinstance(player, ScriptedPlayer):
+        if not isinstance(player, PolicyPlayer):
             return _Agent(name, player, None, None)
         machine = EpisodeMachine(
             player.renderer,
@@ -278,16 +278,29 @@ class GameDriver:
         return await agent.sampler.sample(request, agent.turns, timeout_s)
 
     async def _act(self, agent: _Agent) -> Event | Action:
-        """A scripted player's action."""
-        assert isinstance(agent.player, ScriptedPlayer)
-        player, numbers = agent.player, random.Random(self._seed_of_turn(agent.name, agent.turns))
+        """The action of a player that is no policy.
+
+        Raises:
+            OpenTinkerError: a model elsewhere refuses to be asked, which no other episode would survive either.
+        """
+        player, seed = agent.player, self._seed_of_turn(agent.name, agent.turns)
+        assert not isinstance(player, PolicyPlayer)
         seen, timeout_s = list(agent.messages), min(self._left(), self._turns.turn_timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                text = await self._threads.call(lambda: player.act(seen, numbers))
+                if isinstance(player, ModelPlayer):
+                    text = await player.ask(seen, seed)
+                else:
+                    act = player.act
+                    text = await self._threads.call(lambda: act(seen, random.Random(seed)))
         except TimeoutError:
             return DeadlinePassed(f"the player did not answer within {timeout_s:.3g} s")
-        except Exception as error:  # a user's function
+        except Exception as error:
+            if isinstance(player, ModelPlayer) and isinstance(error, OpenTinkerError):
+                if isinstance(error, UnavailableError):
+                    return Failed(str(error))
+                raise
+            # A user's function, or a bug.
             return Failed(f"the player '{player.name}' raised {type(error).__name__}: {error}")
         if not isinstance(text, str):
             return Failed(f"the player '{player.name}' gave {type(text).__name__}, not a text")

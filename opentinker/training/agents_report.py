@@ -7,6 +7,7 @@ from typing import Any
 
 from opentinker.training.arena_report import arena_section, meetings
 from opentinker.training.metrics import Row, why_stopped
+from opentinker.training.pools_report import pool_charts
 from opentinker.training.report import card_row, change, duration, page, small_charts, trained_part, transcripts
 from opentinker.training.svg import Series, line_chart, number
 
@@ -61,6 +62,7 @@ def render_agents_report(
         body += _chart("Held-out reward", evaluations, "reward_mean")
     for metric in sorted({metric for row in steps for agent in row["agents"].values() for metric in agent["env"]}):
         body += _chart(f"{metric} in training", steps, metric, within="env")
+    body += pool_charts(steps)
     body += arena_section(rows)
     body += small_charts(steps, (("seconds per step", "step_s"), ("failed episodes", "errors")))
     return page(name, subtitle, body + transcripts(talks, folder), config)

@@ -14,7 +14,7 @@ from opentinker.env.load import load_function
 from opentinker.errors import ConfigError, EpisodesFailedError
 from opentinker.multiagent.arena import won
 from opentinker.multiagent.matches import Cast, Match, matches, spread
-from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
+from opentinker.multiagent.players import PolicyPlayer, ScriptedPlayer, SeatPlayer
 from opentinker.multiagent.runner import GameRunner
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.multiagent.tally import Met, Tally, met, results_from_json, results_to_json
@@ -84,7 +84,7 @@ class MatchPlayer:
         self.won = None if score == "auto" and len(seats) == 2 else score == "won"
         """Whether results are those of games that one wins; None before the first games tell."""
 
-    async def play(self, wanted: Sequence[Match], players: Mapping[str, Player], step: int) -> Played:
+    async def play(self, wanted: Sequence[Match], players: Mapping[str, SeatPlayer], step: int) -> Played:
         """`step` is part of the seeds.
 
         Raises:
@@ -134,8 +134,8 @@ class Arena:
         runner: GameRunner,
         seats: Sequence[str],
         entrants: Sequence[Entrant],
-        references: Mapping[str, Player],
-        fixed: Mapping[str, Player],
+        references: Mapping[str, SeatPlayer],
+        fixed: Mapping[str, SeatPlayer],
         draw: Draw,
     ) -> None:
         """Raises: ConfigError when the config does not fit so many seats."""
@@ -173,7 +173,7 @@ class Arena:
                 if entrant.past:
                     await entrant.policy.save(snapshot(step))
         now = {version(entrant, step): entrant.player(entrant.policy) for entrant in self._entrants}
-        standing: dict[str, Player] = {**self._references, **self._fixed, **now}
+        standing: dict[str, SeatPlayer] = {**self._references, **self._fixed, **now}
         played = [await self._play(self._now(step), standing, step)]
         for when in earlier:
             async for casts, players in self._past(when):
@@ -184,7 +184,7 @@ class Arena:
         self._count(step, results, won=bool(self._player.won))
         return self._row(step, results, played, time.monotonic() - started)
 
-    async def _play(self, casts: list[tuple[str, Cast]], players: Mapping[str, Player], step: int) -> Played:
+    async def _play(self, casts: list[tuple[str, Cast]], players: Mapping[str, SeatPlayer], step: int) -> Played:
         everywhere = self._config.seats == "all"
         homes = {
             version(entrant, step): self._seats if everywhere else entrant.homes for entrant in self._entrants if entrant.past
@@ -204,7 +204,7 @@ class Arena:
         seated = {seat: version(entrant, step) for entrant in self._entrants for seat in entrant.homes}
         return {seat: seated.get(seat, seat) for seat in self._seats}
 
-    async def _past(self, when: int) -> AsyncIterator[tuple[list[tuple[str, Cast]], dict[str, Player]]]:
+    async def _past(self, when: int) -> AsyncIterator[tuple[list[tuple[str, Cast]], dict[str, SeatPlayer]]]:
         """The versions after an earlier step, as many at a time as the arrangement of the seats needs."""
         learners = [entrant for entrant in self._entrants if entrant.past]
         if self._config.seats == "all":
@@ -217,7 +217,7 @@ class Arena:
             yield [(_label(when), self._generation(when))], players
 
     @asynccontextmanager
-    async def _all_loaded(self, entrants: Sequence[Entrant], when: int) -> AsyncIterator[dict[str, Player]]:
+    async def _all_loaded(self, entrants: Sequence[Entrant], when: int) -> AsyncIterator[dict[str, SeatPlayer]]:
         if not entrants:
             yield {}
             return
@@ -226,7 +226,7 @@ class Arena:
             yield {version(first, when): player, **others}
 
     @asynccontextmanager
-    async def _loaded(self, entrant: Entrant, when: int) -> AsyncIterator[Player]:
+    async def _loaded(self, entrant: Entrant, when: int) -> AsyncIterator[SeatPlayer]:
         """A policy beside the agent's, with the weights that the agent's had."""
         policy: PastPolicy = entrant.policy
         name = f"{entrant.agent}.arena"
@@ -297,7 +297,7 @@ def snapshot(step: int) -> str:
 
 def reference_players(
     names: Sequence[str] | None, environment: type[Environment], agents: Collection[str], base_dir: Path | None = None
-) -> dict[str, Player]:
+) -> dict[str, SeatPlayer]:
     """Reference players by name: those that the environment brings, and functions from files.
 
     Raises:
@@ -305,7 +305,7 @@ def reference_players(
         EnvironmentLoadError: a file or its function is missing.
     """
     brought = environment.played.players if issubclass(environment, SharedEnvironment) else {}
-    found: dict[str, Player] = {}
+    found: dict[str, SeatPlayer] = {}
     for name in brought if names is None else names:
         short = name.rpartition(":")[2]
         if short in found or short in agents:
