@@ -21,6 +21,8 @@ from opentinker.storage import Storage, all_checkpoints
 WITHIN_S = 60.0
 """How long the storage may take."""
 STEP = "step-"
+POOL = "pool-"
+"""How past versions are called that play against those who learn."""
 T = TypeVar("T")
 
 
@@ -142,6 +144,8 @@ class CheckpointCare:
         last = max(steps, key=lambda c: c.name, default=None)
         if is_open and last is not None and chosen.name == last.name and find(saved, last.name) == chosen:
             raise ConflictError(f"{ref} is what its job would go on from", hint="delete it when the job has ended")
+        if is_open and chosen.name.startswith(POOL):
+            raise ConflictError(f"{ref} may play in its job's games", hint="delete it when the job has ended")
         try:
             return remove(root, versioned(chosen.name, chosen.version), self._storage)
         except OSError as error:
