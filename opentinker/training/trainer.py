@@ -14,6 +14,7 @@ from opentinker.client.messages import AdamParams
 from opentinker.client.policy import PolicyClient
 from opentinker.config.agents import AgentConfig, TurnsConfig
 from opentinker.config.algorithms import GRPOConfig, PolicyGradient, PPOConfig
+from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import parse_config
 from opentinker.config.coordination import CoordinatorConfig
 from opentinker.config.job import InteractiveJobConfig, PreferenceJobConfig, RLJobConfig, SFTJobConfig
@@ -146,7 +147,7 @@ def _hosted(job: Job) -> dict[str, Any]:
     """
     if not isinstance(job.config, InteractiveJobConfig):
         raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
-    return job.config.model_dump(exclude={"kind", "seed", "head", "critic"})
+    return job.config.model_dump(exclude={"kind", "seed", "head", "critic", "checkpoints"})
 
 
 def _check_critic(job: Job, algorithm: PolicyGradient | None) -> None:
@@ -251,6 +252,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         sampling: SamplingConfig | None = None,
         rollout: RolloutConfig | None = None,
         turns: TurnsConfig | None = None,
+        arena: ArenaConfig | None = None,
         evaluation: EvaluationConfig | None = None,
         coordinator: CoordinatorConfig | None = None,
         seed: int = 0,
@@ -259,8 +261,8 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         progress: bool = True,
     ) -> None:
         """Tasks given here replace the environment's own. `algorithm`, `optimizer` and `sampling` are those of agents that have
-        none of their own. With a `coordinator`, agents that are not named here are driven by other processes, which join the
-        same run.
+        none of their own. With `arena` they meet past versions and reference players, for which the job needs room. With a
+        `coordinator`, agents that are not named here are driven by other processes, which join the same run.
 
         Raises: EnvironmentLoadError, ConfigError.
         """
@@ -278,6 +280,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
                 "rollout": rollout or RolloutConfig(),
                 "turns": turns or TurnsConfig(),
                 "coordinator": coordinator,
+                "arena": arena,
                 "evaluation": evaluation or EvaluationConfig(),
                 "training": RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
                 "sinks": parse_sinks(sinks),
