@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from opentinker.config.rl import EvaluationConfig
     from opentinker.config.rollout import RolloutConfig, SamplingConfig
     from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig
+    from opentinker.config.servers import FurtherServerConfig
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
     from opentinker.env.remote import RemoteEnvironment, remote_environment
@@ -59,6 +60,7 @@ _HOMES = {
     "opentinker.config.rl": ("EvaluationConfig",),
     "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
     "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
+    "opentinker.config.servers": ("FurtherServerConfig",),
     "opentinker.env.datasets": ("load_tasks",),
     "opentinker.env.environment": ("Action", "Environment", "Message", "StepResult"),
     "opentinker.env.remote": ("RemoteEnvironment", "remote_environment"),
@@ -108,6 +110,7 @@ __all__ = [
     "EnvironmentChooses",
     "EvaluationConfig",
     "Free",
+    "FurtherServerConfig",
     "GeneratedTasks",
     "Image",
     "InferenceJobConfig",

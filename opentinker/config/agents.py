@@ -35,6 +35,8 @@ class AgentConfig(Config):
     """`path/to/file.py:function` plays instead of a policy: a function of (messages, random numbers) that gives a text."""
     frozen: bool = False
     """Its policy is never updated: it plays as it began."""
+    server: str = ""
+    """Which of the job's `servers` has its policy; "" = the job's own."""
     lora: LoraConfig | None = None
     """Its adapter; None = the job's."""
     algorithm: AlgorithmConfig | None = None
@@ -49,8 +51,9 @@ class AgentConfig(Config):
         own = [name for name in ("lora", "algorithm", "optimizer", "sampling") if getattr(self, name) is not None]
         if self.policy and self.script:
             raise ValueError(f"bound to two players, the policy of '{self.policy}' and the script {self.script}")
-        if (other := self.policy or self.script) and (own or self.frozen):
-            raise ValueError(f"{', '.join(own) or 'frozen'} has no meaning: '{other}' plays this seat")
+        if (other := self.policy or self.script) and (own or self.frozen or self.server):
+            given = ", ".join(own) or ("frozen" if self.frozen else "server")
+            raise ValueError(f"{given} has no meaning: '{other}' plays this seat")
         if self.frozen and (teaches := [name for name in own if name in ("algorithm", "optimizer")]):
             raise ValueError(f"{' and '.join(teaches)} has no meaning: a frozen policy does not learn")
         return self

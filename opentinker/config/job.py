@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from opentinker.config.agents import AgentConfig, TurnsConfig, bound_elsewhere
+from opentinker.config.agents import AgentConfig, TurnsConfig
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.preference import (
@@ -29,6 +29,15 @@ from opentinker.config.server import (
     TrainerConfig,
     training_server,
     with_whole_gpu,
+)
+from opentinker.config.servers import (
+    FurtherServerConfig,
+    Servers,
+    check_servers,
+    no_room,
+    part_error,
+    policies_on,
+    whole_servers,
 )
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
 from opentinker.config.sinks import Sinks
@@ -117,6 +126,32 @@ class JobConfig(Config):
             raise ValueError(f"trainer.ranks={ranks} needs a GPU for each, and {key} is {gpus:g}; set {key}={ranks}")
         return self
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "JobConfig":
+        _ = self.parts
+        return self
+
+    @property
+    def further_servers(self) -> Mapping[str, FurtherServerConfig]:
+        """Those beside its own, by name."""
+        return {}
+
+    @property
+    def parts(self) -> "dict[str, JobConfig]":
+        """Of each of its servers, what a job would be that had this one alone; the first, "", is its own.
+
+        Raises:
+            ValueError: one of them could not be.
+        """
+        parts: dict[str, JobConfig] = {"": self}
+        for place, (name, server) in enumerate(self.further_servers.items(), 1):
+            fields = {field: getattr(server, field) for field in type(server).model_fields}
+            try:
+                parts[name] = parse_config(InteractiveJobConfig, {**fields, "seed": self.policy_seed + place})
+            except ConfigError as error:
+                raise part_error(name, error) from error
+        return parts
+
     @property
     def trainer_ranks(self) -> int:
         """Processes of its trainer."""
@@ -169,6 +204,9 @@ class RLJobConfig(JobConfig):
     """Who plays which seat, for an environment of several agents: all of them learn in this one job."""
     turns: TurnsConfig = TurnsConfig()
     """With `agents`: what becomes of one that holds up the others."""
+    servers: Servers = Field(default_factory=dict)
+    """With `agents`: servers beside the job's own, by name, for those whose policies need another base model, or a server for
+    themselves. All of a job's servers start together or not at all."""
     sinks: Sinks = ()
     """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
@@ -184,31 +222,34 @@ class RLJobConfig(JobConfig):
         if isinstance(engine, EngineConfig):
             engine = engine.model_dump(include=engine.model_fields_set)
         if isinstance(agents, Mapping) and isinstance(engine, Mapping) and "max_adapters" not in engine:
-            count = sum(not bound_elsewhere(agent) for agent in agents.values())
+            count = policies_on(agents, "")
             if count > 1 and values.get("lora") is None:
-                raise ValueError(f"agents: {count} policies share one base model, so they are adapters; set lora")
+                raise ValueError(no_room(count, ""))
             return {**values, "engine": {**engine, "max_adapters": max(count, 1)}}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _servers_are_whole(cls, values: Any) -> Any:
+        """Runs before the one above, which looks at what the user wrote of the job's own server."""
+        return whole_servers(values)
 
     @model_validator(mode="after")
     def _agents_have_players(self) -> "RLJobConfig":
         if not self.agents:
             if self.turns != TurnsConfig():
                 raise ValueError("turns are those of several agents, and there are no agents")
+            if self.servers:
+                raise ValueError("servers are for several agents, and there are no agents")
             return self
-        own = self.policies
-        if not [name for name in own if not self.agents[name].frozen]:
+        if all(agent.policy or agent.script or agent.frozen for agent in self.agents.values()):
             raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
-        if self.agents[own[0]].lora not in (None, self.lora):
-            raise ValueError(f"agents.{own[0]} has the job's own policy, so that its adapter is the job's: set lora")
+        check_servers(self._as_server, self.servers, self.agents)
+        own = self.policies
         for name, agent in self.agents.items():
             if agent.policy and agent.policy not in own:
                 what = "plays itself" if agent.policy == name else "is no agent with a policy of its own"
                 raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
-        if len(own) > self.engine.max_adapters:
-            raise ValueError(f"agents have {len(own)} policies, and engine.max_adapters is {self.engine.max_adapters}")
-        if wide := [name for name in own if (lora := self.agents[name].lora) and self.lora and lora.rank > self.lora.rank]:
-            raise ValueError(f"agents.{wide[0]}.lora.rank is above lora.rank, the largest for which the server makes room")
         algorithms = {name: self.agents[name].algorithm or self.algorithm for name in own if not self.agents[name].frozen}
         if critics := [name for name, algorithm in algorithms.items() if isinstance(algorithm, PPOConfig)]:
             raise ValueError(f"agents.{critics[0]}: an agent among several cannot learn by PPO with a critic yet")
@@ -223,18 +264,36 @@ class RLJobConfig(JobConfig):
 
     @property
     def policies(self) -> list[str]:
-        """The agents with policies of their own. The first of those that learn has the job's own policy."""
+        """The agents with policies of their own, server by server, the job's own first. The first on a server, one that learns
+        if there is any, has the policy that the server begins with."""
         own = [name for name, agent in self.agents.items() if not (agent.policy or agent.script)]
-        return sorted(own, key=lambda name: self.agents[name].frozen)
+        servers = ["", *self.servers]
+        return sorted(own, key=lambda name: (servers.index(self.agents[name].server), self.agents[name].frozen))
+
+    @property
+    def _as_server(self) -> FurtherServerConfig:
+        return FurtherServerConfig(
+            base_model=self.base_model, lora=self.lora, engine=self.engine, trainer=self.trainer, resources=self.resources
+        )
 
     @model_validator(mode="after")
     def _action_fits_context(self) -> "RLJobConfig":
-        own = {f"agents.{name}.": agent.sampling for name, agent in self.agents.items() if agent.sampling}
-        for where, sampling in {"": self.sampling, **own}.items():
-            if sampling.max_tokens >= self.engine.max_model_len:
+        contexts = {"": self.engine, **{f"servers.{name}.": server.engine for name, server in self.servers.items()}}
+        asked = [("", self.sampling, "")]
+        for name, agent in self.agents.items():
+            if agent.sampling is not None or agent.server:
+                asked.append(
+                    (
+                        f"agents.{name}." if agent.sampling else "",
+                        agent.sampling or self.sampling,
+                        f"servers.{agent.server}." if agent.server else "",
+                    )
+                )
+        for where, sampling, server in asked:
+            if sampling.max_tokens >= contexts[server].max_model_len:
                 raise ValueError(
                     f"{where}sampling.max_tokens ({sampling.max_tokens}) leaves no room for a prompt in "
-                    f"engine.max_model_len ({self.engine.max_model_len})"
+                    f"{server}engine.max_model_len ({contexts[server].max_model_len})"
                 )
         return self
 
@@ -246,6 +305,10 @@ class RLJobConfig(JobConfig):
                 "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
             )
         return self
+
+    @property
+    def further_servers(self) -> Mapping[str, FurtherServerConfig]:
+        return self.servers
 
     @property
     def policy_seed(self) -> int:
@@ -329,12 +392,23 @@ class InteractiveJobConfig(JobConfig):
     """The adapter of a critic beside the policy, for PPO; None = no critic."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Tasks, samples and adapter initialisation derive from it."""
+    servers: Servers = Field(default_factory=dict)
+    """Servers beside the job's own, by name, each with a policy of its own. All of them start together or not at all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _servers_are_whole(cls, values: Any) -> Any:
+        return whole_servers(values)
 
     @model_validator(mode="after")
     def _critic_judges_actions(self) -> "InteractiveJobConfig":
         if self.critic is not None and self.head == "scalar":
             raise ValueError("a policy with head 'scalar' takes no actions that a critic could judge")
         return self
+
+    @property
+    def further_servers(self) -> Mapping[str, FurtherServerConfig]:
+        return self.servers
 
     @property
     def policy_head(self) -> Literal["lm", "scalar"]:

@@ -1,7 +1,7 @@
 """The driver loop of several agents: games -> each agent's groups -> all updates side by side -> the next games.
 
 Phases are in step: no agent updates before all games of an iteration are over, and no game begins before all updates are
-published. Policies of one run are on one server; `Phases` is where learners in other processes will meet.
+published. Policies of one run are on one server or several; `Phases` is where learners in other processes will meet.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from opentinker.multiagent.runner import GameRunner, Groups, check_players
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer
-from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.types import Group
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
+from opentinker.training.homes import Home, check_alive, find_homes
 from opentinker.training.learner import Learned, Learner
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
@@ -59,7 +59,9 @@ class AgentsLoop:
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        homes: Mapping[str, Home] | None = None,
     ) -> None:
+        """`homes` are of the agents whose prompts are made otherwise: those whose server has another model."""
         self.config = config
         self.steps_done = 0
         self.phases = PhaseBarrier(list(policies))
@@ -67,6 +69,7 @@ class AgentsLoop:
         self._recorder = recorder
         self._renderer = renderer
         self._max_model_len = max_model_len
+        self._homes = homes or {}
         self._tasks = JobTasks(
             environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir, sources=sources
         )
@@ -111,23 +114,19 @@ class AgentsLoop:
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        servers: Mapping[str, PlayedPolicy] | None = None,
     ) -> "AgentsLoop":
-        """A loop on a server that runs: makes the policies that are not there yet, asks for the tokenizer and the limits.
+        """A loop on servers that run: makes the policies that are not there yet, asks for the tokenizers and the limits.
+        `policy` is what the job's own server began with, `servers` what its others did.
 
         Raises:
             ConfigError: the environment is for one agent, or its agents are not those of the config.
-            RenderingError: the model has no usable chat template.
+            RenderingError: a model has no usable chat template.
         """
         await asyncio.to_thread(check_agents, config, environment)  # it may ask the environment's server
-        info = await policy.info()
-        tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
-        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
-        own, *others = config.policies
-        policies: dict[str, TrainablePolicy] = {own: policy}
-        for place, name in enumerate(others, 1):
-            lora = config.agents[name].lora or config.lora
-            policies[name] = await policy.create_policy(lora, name=name, seed=config.training.seed + place)
-        return cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
+        policies, homes = await find_homes(config, policy, servers or {})
+        own = homes[config.policies[0]]
+        return cls(config, environment, policies, own.renderer, own.max_model_len, recorder, base_dir, sources, homes)
 
     async def resume(self, step: int) -> None:
         """Go on after the checkpoints of `step`; 0 needs none.
@@ -223,7 +222,7 @@ class AgentsLoop:
             if result is None and not any(group.failures for group in of_agent):
                 continue  # it never took part
             if result is None:
-                await self._policies[self.config.policies[0]].info()  # a dead server is the better explanation
+                await check_alive(self.config, self._policies)  # a dead server is the better explanation
                 raise EpisodesFailedError(f"no episode of '{name}' was usable in evaluation: {commonest_failure(of_agent)}")
             rows[name] = evaluation_row(self.steps_done, result, of_agent, seconds=time.monotonic() - started)
             for group in of_agent[:EVALUATION_TRANSCRIPTS]:
@@ -283,7 +282,7 @@ class AgentsLoop:
         if any(e.trains for g in everything for e in g.episodes):
             self._fruitless = 0
             return
-        await self._policies[self.config.policies[0]].info()  # raises if the server is gone: the better explanation
+        await check_alive(self.config, self._policies)  # raises if a server is gone: the better explanation
         self._fruitless += 1
         if self._fruitless >= FRUITLESS_STEPS:
             raise EpisodesFailedError(
@@ -302,14 +301,15 @@ class AgentsLoop:
         sampling = _sampling(self.config, name)
         if temperature is not None:
             sampling = sampling.model_copy(update={"temperature": temperature})
-        params = SamplingParams(**sampling.model_dump(), stop_token_ids=self._renderer.stop_token_ids)
+        home = self._homes.get(name) or Home(self._renderer, self._max_model_len)
+        params = SamplingParams(**sampling.model_dump(), stop_token_ids=home.renderer.stop_token_ids)
         policy, deadline_s = self._policies[name], self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
             return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
 
         async def upload(images: Sequence[Image]) -> Mapping[str, ImageChunk]:
-            if not self._renderer.takes_images:
+            if not home.renderer.takes_images:
                 raise ConfigError(
                     "the environment shows images, but the base model takes none",
                     hint="use a vision-language model as base_model",
@@ -317,7 +317,7 @@ class AgentsLoop:
             return await policy.upload([image.data for image in images])
 
         trains = not self.config.agents[name].frozen
-        return PolicyPlayer(self._renderer, generate, params, self._max_model_len, upload, trains)
+        return PolicyPlayer(home.renderer, generate, params, home.max_model_len, upload, trains)
 
 
 def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
