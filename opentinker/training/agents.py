@@ -29,7 +29,7 @@ from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rollout.types import Group
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
-from opentinker.training.homes import Home, check_alive, find_homes
+from opentinker.training.homes import Home, check_alive, find_homes, lost_with
 from opentinker.training.learner import Learned, Learner
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
@@ -306,7 +306,8 @@ class AgentsLoop:
         policy, deadline_s = self._policies[name], self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
-            return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
+            with lost_with(self.config, name):
+                return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
 
         async def upload(images: Sequence[Image]) -> Mapping[str, ImageChunk]:
             if not home.renderer.takes_images:

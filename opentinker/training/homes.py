@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from opentinker.config.job import RLJobConfig
-from opentinker.errors import ConfigError, OpenTinkerError
+from opentinker.errors import ConfigError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.training.rl import TrainablePolicy
@@ -51,7 +51,7 @@ async def find_homes(
             policies[name] = host
             continue
         lora = agent.lora or (config.servers[agent.server].lora if agent.server else config.lora)
-        with _named(f"server '{agent.server}'" if agent.server else ""):
+        with _named(agent.server):
             policies[name] = await host.create_policy(lora, name=name, seed=config.training.seed + place)
     asked = {config.agents[name].server for name in policies}
     found = dict(zip(asked, await asyncio.gather(*(_home(name, hosts[name]) for name in asked)), strict=True))
@@ -59,7 +59,7 @@ async def find_homes(
 
 
 async def _home(server: str, policy: HostedPolicy) -> Home:
-    with _named(f"server '{server}'" if server else ""):
+    with _named(server):
         info = await policy.info()
         tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
         renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
@@ -67,19 +67,30 @@ async def _home(server: str, policy: HostedPolicy) -> Home:
 
 
 @contextmanager
-def _named(words: str) -> Iterator[None]:
-    """Puts the name of a server beside the job's own, or of an agent, before what a server reports."""
+def _named(server: str) -> Iterator[None]:
+    """Puts the name of a server beside the job's own before what it reports."""
     try:
         yield
     except OpenTinkerError as error:
-        if not words:
+        if not server:
             raise
-        raise type(error)(f"{words}: {error.detail}", hint=error.hint) from error
+        raise type(error)(f"server '{server}': {error.detail}", hint=error.hint) from error
+
+
+@contextmanager
+def lost_with(config: RLJobConfig, agent: str) -> Iterator[None]:
+    """Where a job has several servers: puts the name of the agent before the news that its server is gone."""
+    try:
+        yield
+    except (ServerLostError, UnavailableError) as error:
+        if not config.servers:
+            raise
+        raise type(error)(f"the server of '{agent}': {error.detail}", hint=error.hint) from error
 
 
 async def check_alive(config: RLJobConfig, policies: Mapping[str, TrainablePolicy]) -> None:
     """Ask every server that the policies are on. Raises: OpenTinkerError, when one is gone; it names its agent."""
     first = {config.agents[name].server: name for name in reversed(list(policies))}
     for name in first.values():
-        with _named(f"the server of '{name}'" if config.servers else ""):
+        with lost_with(config, name):
             await policies[name].info()

@@ -194,10 +194,12 @@ class Site:
                     return job
                 await asyncio.sleep(0.002)
 
-    async def submit(self, kind: str, key: str, name: str = "") -> dict[str, Any]:
+    async def submit(self, kind: str, key: str, name: str = "", *, pair: bool = False) -> dict[str, Any]:
         config: dict[str, Any] = {"kind": kind, "base_model": "some-model", "name": name}
         if kind == "rl":
             config |= {"environment": {"name": "arithmetic"}, "scheduling": {"max_restarts": 1}}
+        if pair:
+            config |= {"servers": {"second": {}}, "agents": {"black": {}, "white": {"server": "second"}}}
         return await self.ask(lambda: self.service.submit("ann", config, idempotency_key=key))
 
     async def idle(self) -> None:
@@ -254,6 +256,33 @@ async def stored_story(folder: Path, fuse: Fuse) -> Site:
     return site
 
 
+async def gang_story(folder: Path, fuse: Fuse) -> Site:
+    """Two jobs with two servers each, which have room for one of them: one loses its driver once, the other one is stopped with
+    a checkpoint of both."""
+    site = Site(folder, fuse)
+    site.boot()
+    mortal = await site.submit("rl", "mortal", "mortal", pair=True)
+    endless = await site.submit("rl", "endless", "endless", pair=True)
+    ended = await site.reach(mortal, "COMPLETED", "FAILED", "CANCELLED")
+    assert ended["state"] == "COMPLETED", ended["cause"]
+    running = await site.reach(endless, "RUNNING")
+    pair = {running["server"]["id"], running["servers"]["second"]["id"]}
+    assert {name.partition(".")[0] for name in site.cluster.processes} >= pair
+    await site.ask(lambda: site.service.stop("ann", endless["id"]))
+    ended = await site.reach(endless, "COMPLETED", "FAILED", "CANCELLED")
+    assert ended["state"] == "CANCELLED", ended["cause"]
+    await site.idle()
+    assert site.cluster.processes == {}
+    assert set(site.cluster.saved) == pair
+    assert site.cluster.runs == {mortal["id"]: 2, endless["id"]: 1}
+    assert max(site.cluster.launched.values()) == 1
+    for job in (mortal, endless):
+        kinds = [event.kind for event in site.store.events(job["id"])]
+        assert kinds.count("released") == kinds.count("starting")
+    await site.stop()
+    return site
+
+
 Story = Callable[[Path, Fuse], Awaitable[Site]]
 
 
@@ -262,7 +291,7 @@ def _no_model_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opentinker.scheduler.submission.load", lambda path: lambda name: None)
 
 
-@pytest.mark.parametrize("tell", [story, stored_story])
+@pytest.mark.parametrize("tell", [story, stored_story, gang_story])
 async def test_a_crash_at_any_call_loses_nothing_doubles_nothing_and_leaves_nothing(tmp_path: Path, tell: Story) -> None:
     (tmp_path / "whole").mkdir()
     whole = await tell(tmp_path / "whole", Fuse())
