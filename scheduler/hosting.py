@@ -33,6 +33,6 @@ def released(store: JobStore, job_id: str) -> bool:
 
 
 def server_folder(run_dir: Path, name: str) -> Path:
-    """Where a server of a job writes its log and its checkpoints: the run's folder, or below it one for each further server,
-    so that what copies a server's folder from its node touches no other's."""
+    """Where a server of a job writes its log: the run's folder, or below it one for each further server, so that what copies
+    a server's folder from its node touches no other's."""
     return run_dir / "servers" / name if name else run_dir

@@ -171,8 +171,8 @@ class ServerCare:
         self._left[server.id] = left
 
     def _spec(self, server: Server, policy: Policy, job: Job) -> ServerSpec:
-        config = parse_job(job.config).parts[server.name]
-        folder = server_folder(Path(job.run_dir), server.name)
+        whole = parse_job(job.config)
+        config, run_dir = whole.parts[server.name], Path(job.run_dir)
         demand, *_ = bundles(server)
         *_, engines = held_by(server)
         return ServerSpec(
@@ -186,8 +186,8 @@ class ServerCare:
             | {"base_model": self._models.location(config.base_model)},
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.policy_seed,
-            checkpoint_root=str(folder / "checkpoints"),
-            log_path=str(folder / SERVER_LOG_NAME),
+            checkpoint_root=str(_checkpoint_root(run_dir, whole.first_policy(server.name) if server.name else "")),
+            log_path=str(server_folder(run_dir, server.name) / SERVER_LOG_NAME),
             start_from=self._start_folder(config.start_from),
             head=config.policy_head,
             critic=None if config.policy_critic is None else config.policy_critic.model_dump(mode="json"),
@@ -209,6 +209,12 @@ class ServerCare:
         self._faults[server_id] = (self._named(server_id, cause), kind)
         self._metrics.server_failures.inc()
         self._journal.wake()
+
+
+def _checkpoint_root(run_dir: Path, policy: str) -> Path:
+    """Of the policy that a server begins with: the job's own, or one of its further policies, whichever server has them."""
+    root = run_dir / "checkpoints"
+    return root / "policies" / policy if policy else root
 
 
 def _kind_of(error: OpenTinkerError) -> FaultKind:

@@ -139,7 +139,11 @@ class State:
     def checkpoint_root(self, policy: str) -> Path:
         """Where the policy's checkpoints are: each policy has names of its own."""
         root = self.parts.checkpoint_root
-        return root if policy == self.first else root / "policies" / policy
+        if policy == self.first:
+            return root
+        # A server beside the job's own began with one of the job's further policies: the others are beside that one.
+        beside = root.parent if root.parent.name == "policies" else root / "policies"
+        return beside / policy
 
     def check_room(self, policy: str, *, lora: bool) -> None:
         """Whether another policy can be created.

@@ -136,6 +136,10 @@ class JobConfig(Config):
         """Those beside its own, by name."""
         return {}
 
+    def first_policy(self, server: str) -> str:
+        """What the policy is called that a server beside the job's own begins with; no two of a job have the same name."""
+        return server
+
     @property
     def parts(self) -> "dict[str, JobConfig]":
         """Of each of its servers, what a job would be that had this one alone; the first, "", is its own.
@@ -305,6 +309,9 @@ class RLJobConfig(JobConfig):
                 "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
             )
         return self
+
+    def first_policy(self, server: str) -> str:
+        return next(name for name in self.policies if self.agents[name].server == server)
 
     @property
     def further_servers(self) -> Mapping[str, FurtherServerConfig]:

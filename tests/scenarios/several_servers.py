@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from exact_resume import TESTS, difference, rows_of
+from exact_resume import TESTS, rows_of
 from resume_on_ray import ENDED, Site
 
 import opentinker as ot
@@ -129,9 +129,20 @@ def cut(site: Site, folder: Path, job_id: str, when: str, rows: int) -> int:
     return pid
 
 
+def difference(one: Path, other: Path) -> float:
+    """The largest difference between the parameters and moments of two policies' final checkpoints."""
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    states = [load_file(next(root.glob("final@*")) / "optimizer.safetensors") for root in (one, other)]
+    if states[0].keys() != states[1].keys():
+        return float("inf")
+    return max(float(np.abs(states[0][n].astype(np.float64) - states[1][n].astype(np.float64)).max()) for n in states[0])
+
+
 def apart(whole: Path, other: Path) -> float:
-    second = Path("servers") / "second"
-    return max(difference(whole, other), difference(whole / second, other / second))
+    white = [run_dir / "checkpoints" / "policies" / "white" for run_dir in (whole, other)]
+    return max(difference(whole / "checkpoints", other / "checkpoints"), difference(*white))
 
 
 def resumed(site: Site, folder: Path, config: dict[str, Any], whole: Path, when: str) -> bool:

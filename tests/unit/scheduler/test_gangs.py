@@ -151,7 +151,7 @@ async def test_a_job_with_two_servers_is_one_job_from_its_start_to_its_end(world
     assert await world.free_slots() == 0
     specs = {spec.server_id: spec for spec in world.launcher.servers.values()}
     assert specs[own["id"]].checkpoint_root == f"{job['run_dir']}/checkpoints"
-    assert specs[second["id"]].checkpoint_root == f"{job['run_dir']}/servers/second/checkpoints"
+    assert specs[second["id"]].checkpoint_root == f"{job['run_dir']}/checkpoints/policies/white"
     assert specs[second["id"]].log_path == f"{job['run_dir']}/servers/second/server.log"
     assert specs[second["id"]].seed == specs[own["id"]].seed + 1
     await world.until(lambda: job["id"] in world.launcher.drivers)
