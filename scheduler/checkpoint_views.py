@@ -5,36 +5,41 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.checkpoint_marks import Marks, resolve, tags_of
-from opentinker.checkpoints import Checkpoint, CheckpointRef, parse_ref, versioned
+from opentinker.checkpoints import Checkpoint, CheckpointRef, parse_ref, policy_root, versioned
 from opentinker.config.job import JobConfig, parse_job
 from opentinker.config.server import LoraConfig
 from opentinker.errors import ConfigError, NotFoundError
 from opentinker.scheduler.records import Job
-from opentinker.storage import Storage, all_checkpoints
+from opentinker.storage import Storage, all_checkpoints, further_policies
 
 
-def checkpoint_root(job: Job) -> Path:
-    """Where a job's server writes its checkpoints."""
-    return Path(job.run_dir) / "checkpoints"
+def checkpoint_root(job: Job, policy: str | None = None) -> Path:
+    """Where a job's server writes its checkpoints: those of its own policy, or of a further one."""
+    return policy_root(Path(job.run_dir) / "checkpoints", policy)
 
 
-def ref_of(job: Job, name: str, version: int | None) -> CheckpointRef:
-    return CheckpointRef(job.owner, job.id, name, version)
+def ref_of(job: Job, name: str, version: int | None, policy: str | None = None) -> CheckpointRef:
+    return CheckpointRef(job.owner, job.id, name, version, policy)
 
 
 def checkpoint_views(job: Job, storage: Storage | None) -> list[dict[str, Any]]:
-    """What the API tells of a job's checkpoints, newest first."""
-    root = checkpoint_root(job)
-    tags = Marks(root, storage).tags()
-    return [checkpoint_view(job, checkpoint, tags) for checkpoint in all_checkpoints(root, storage)]
+    """What the API tells of the checkpoints of all policies of a job, newest first."""
+    views = []
+    for policy in (None, *further_policies(checkpoint_root(job), storage)):
+        root = checkpoint_root(job, policy)
+        if saved := all_checkpoints(root, storage):
+            tags = Marks(root, storage).tags()
+            views += [checkpoint_view(job, checkpoint, tags, policy) for checkpoint in saved]
+    return sorted(views, key=lambda view: float(view["created_at"]), reverse=True)  # of equals, each policy's order stays
 
 
-def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str]) -> dict[str, Any]:
-    """What the API tells of one, given the tags of all."""
+def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str], policy: str | None = None) -> dict[str, Any]:
+    """What the API tells of one, given the tags of all of its policy's; `policy` is None if that is the job's own."""
     return {
         "name": checkpoint.name,
         "version": checkpoint.version,
-        "ref": str(ref_of(job, checkpoint.name, checkpoint.version)),
+        "policy": policy,
+        "ref": str(ref_of(job, checkpoint.name, checkpoint.version, policy)),
         "kind": checkpoint.kind,
         "base_model": job.config["base_model"],
         "step": checkpoint.step,
@@ -67,7 +72,7 @@ def resolve_start(ref: CheckpointRef, source: Job, config: JobConfig, storage: S
         ConfigError: there is none, or it does not fit the job.
         UnavailableError: the storage does not answer.
     """
-    root = checkpoint_root(source)
+    root = checkpoint_root(source, ref.policy)
     saved = all_checkpoints(root, storage)
     found = resolve(saved, Marks(root, storage).tags(), ref.name, ref.version)
     if found is None:
@@ -76,7 +81,7 @@ def resolve_start(ref: CheckpointRef, source: Job, config: JobConfig, storage: S
             f"start_from: job {source.id} has no checkpoint '{versioned(ref.name, ref.version)}'",
             hint=f"it has {', '.join(known[:10])}" if known else "it has none",
         )
-    _check_fit(str(ref_of(source, found.name, found.version)), found, source, config)
+    _check_fit(str(ref_of(source, found.name, found.version, ref.policy)), found, source, config)
     return replace(ref, user=source.owner, name=found.name, version=found.version)
 
 
@@ -121,4 +126,4 @@ def start_folder(text: str, source: Job | None) -> str:
     ref = parse_ref(text)
     if source is None:
         raise ConfigError(f"start_from: there is no job {ref.job} any more")
-    return str(checkpoint_root(source) / versioned(ref.name, ref.version))
+    return str(checkpoint_root(source, ref.policy) / versioned(ref.name, ref.version))

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from opentinker.checkpoints import parse_name, versioned
+from opentinker.checkpoint_names import joined_policy, split_policy
+from opentinker.checkpoints import parse_name, policy_root, versioned
 from opentinker.cli.checkpoints import checkpoints, size
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
@@ -28,9 +29,16 @@ from opentinker.export import export_checkpoint
 checkpoint = typer.Typer(help="List, tag, delete and export what jobs have saved.", no_args_is_help=True)
 NameArgument = Annotated[
     str,
-    typer.Argument(metavar="NAME[@VERSION]", help="The checkpoint; without a version the newest one.", show_default=False),
+    typer.Argument(
+        metavar="[POLICY/]NAME[@VERSION]",
+        help="The checkpoint, of the job's own policy or of a further one; without a version the newest one.",
+        show_default=False,
+    ),
 ]
 TagArgument = Annotated[str, typer.Argument(metavar="TAG", help="Another name for it.", show_default=False)]
+GivenArgument = Annotated[
+    str, typer.Argument(metavar="[POLICY/]TAG", help="A name that was given to a checkpoint.", show_default=False)
+]
 
 checkpoint.command("list")(checkpoints)
 
@@ -54,13 +62,13 @@ def tag(
     if as_json:
         print_json(tagged)
     else:
-        out.print(f"{tagged['ref']} is {job_id}/{tag}", markup=False, soft_wrap=True)
+        out.print(f"{tagged['ref']} is {job_id}/{joined_policy(tagged['policy'], tag)}", markup=False, soft_wrap=True)
 
 
 @checkpoint.command()
 def untag(
     job_id: JobArgument,
-    tag: TagArgument,
+    tag: GivenArgument,
     as_json: JsonOption = False,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -93,7 +101,7 @@ def delete(
         chosen = _chosen(client, job_id, name)
         if not yes and not _confirmed(chosen):
             raise typer.Exit(1)
-        client.delete_checkpoint(job_id, versioned(chosen["name"], chosen["version"]))
+        client.delete_checkpoint(job_id, joined_policy(chosen["policy"], versioned(chosen["name"], chosen["version"])))
     if as_json:
         print_json({"deleted": chosen["ref"], "bytes": chosen["bytes"]})
     else:
@@ -110,7 +118,7 @@ def export(
     ],
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME[@VERSION]]", help="The job's checkpoint, or its tag.", show_default=False),
+        typer.Argument(metavar="[[POLICY/]NAME[@VERSION]]", help="The job's checkpoint, or its tag.", show_default=False),
     ] = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="Of an adapter: the base model with the adapter in it, as a model of its own.")
@@ -157,7 +165,7 @@ def _folder(source: str, name: str | None, url: str | None, key: Path | None, st
     with connected(url, key, state_dir) as client:
         chosen = _chosen(client, source, name)
         run_dir = Path(client.job(source)["run_dir"])
-    folder = run_dir / "checkpoints" / versioned(chosen["name"], chosen["version"])
+    folder = policy_root(run_dir / "checkpoints", chosen["policy"]) / versioned(chosen["name"], chosen["version"])
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not on this machine",
@@ -168,15 +176,17 @@ def _folder(source: str, name: str | None, url: str | None, key: Path | None, st
 
 def _chosen(client: SchedulerClient, job_id: str, name: str) -> dict[str, Any]:
     """The job's checkpoint that a name, a version of it, or a tag means."""
-    wanted, version = parse_name(name)
-    found = client.checkpoints(job_id)
+    policy, rest = split_policy(name)
+    wanted, version = parse_name(rest)
+    every = client.checkpoints(job_id)
+    found = [row for row in every if row["policy"] == policy]
     for row in found:
         if row["name"] == wanted and version in (None, row["version"]):
             return row
     for row in found:
         if version is None and wanted in row["tags"]:
             return row
-    known = ", ".join(versioned(row["name"], row["version"]) for row in found[:10])
+    known = ", ".join(joined_policy(row["policy"], versioned(row["name"], row["version"])) for row in (found or every)[:10])
     raise NotFoundError(f"job {job_id} has no checkpoint '{name}'", hint=f"it has {known}" if known else "it has none")
 
 

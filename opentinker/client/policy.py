@@ -63,10 +63,17 @@ class PolicyClient:
         self._created: dict[str, PolicyClient] = {}
 
     async def create_policy(
-        self, lora: LoraConfig, *, name: str = "", seed: int = 0, deadline_s: float = COMMAND_DEADLINE_S
+        self,
+        lora: LoraConfig,
+        *,
+        name: str = "",
+        seed: int = 0,
+        critic: LoraConfig | None = None,
+        deadline_s: float = COMMAND_DEADLINE_S,
     ) -> "PolicyClient":
         """Create another policy on this policy's server: an adapter with an optimizer, versions and checkpoints of its own, on
-        the same frozen base model and in the same batches of the engine. Its client, which this one closes with itself.
+        the same frozen base model and in the same batches of the engine. Its client, which this one closes with itself. With
+        `critic` it has one of its own, for PPO, as a further adapter of the trainer's.
 
             critic = await policy.create_policy(LoraConfig(rank=8), name="critic")
             await asyncio.gather(policy.sample(prompt, params), critic.sample(prompt, params))
@@ -81,7 +88,11 @@ class PolicyClient:
         # The name makes a request that is sent again find what it has created.
         body = {
             "policy": name or f"policy-{uuid.uuid4().hex[:12]}",
-            "spec": {"lora": lora.model_dump(mode="json"), "seed": seed},
+            "spec": {
+                "lora": lora.model_dump(mode="json"),
+                "seed": seed,
+                **({} if critic is None else {"critic": critic.model_dump(mode="json")}),
+            },
         }
         answer = await self._http.request(
             "POST", "/v1/policies", content=wire.pack(body), wait_s=min(POLL_S, deadline_s), deadline_s=deadline_s

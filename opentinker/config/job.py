@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from opentinker.config.agents import AgentConfig, TurnsConfig
-from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PPOConfig
+from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.preference import (
     BradleyTerryConfig,
@@ -19,7 +19,7 @@ from opentinker.config.preference import (
     PreferenceTrainingConfig,
 )
 from opentinker.config.resources import Resources, Scheduling
-from opentinker.config.rl import EvaluationConfig, RLTrainingConfig, StopConfig
+from opentinker.config.rl import EvaluationConfig, RLTrainingConfig
 from opentinker.config.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
 from opentinker.config.server import (
     Dtype,
@@ -117,6 +117,15 @@ class JobConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _weights_between_processes(self) -> "JobConfig":
+        carrier = self.engine.weight_carrier
+        if carrier in ("ipc", "nccl") and self.resources.layout != "split":
+            raise ValueError(
+                f"engine.weight_carrier={carrier} is between two processes: set resources.layout to 'split', or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_gpu_for_each_rank(self) -> "JobConfig":
         resources, ranks = self.resources, self.trainer_ranks
         key, gpus = "resources.gpus", resources.gpus
@@ -136,6 +145,10 @@ class JobConfig(Config):
         """Those beside its own, by name."""
         return {}
 
+    def critic_on(self, server: str) -> LoraConfig | None:
+        """The adapter of the critic beside the policy that a server beside the job's own begins with."""
+        return None
+
     def first_policy(self, server: str) -> str:
         """What the policy is called that a server beside the job's own begins with; no two of a job have the same name."""
         return server
@@ -150,8 +163,9 @@ class JobConfig(Config):
         parts: dict[str, JobConfig] = {"": self}
         for place, (name, server) in enumerate(self.further_servers.items(), 1):
             fields = {field: getattr(server, field) for field in type(server).model_fields}
+            fields |= {"seed": self.policy_seed + place, "critic": self.critic_on(name)}
             try:
-                parts[name] = parse_config(InteractiveJobConfig, {**fields, "seed": self.policy_seed + place})
+                parts[name] = parse_config(InteractiveJobConfig, fields)
             except ConfigError as error:
                 raise part_error(name, error) from error
         return parts
@@ -254,16 +268,21 @@ class RLJobConfig(JobConfig):
             if agent.policy and agent.policy not in own:
                 what = "plays itself" if agent.policy == name else "is no agent with a policy of its own"
                 raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
-        algorithms = {name: self.agents[name].algorithm or self.algorithm for name in own if not self.agents[name].frozen}
-        if critics := [name for name, algorithm in algorithms.items() if isinstance(algorithm, PPOConfig)]:
-            raise ValueError(f"agents.{critics[0]}: an agent among several cannot learn by PPO with a critic yet")
+        algorithms = {name: self.algorithm_of(name) for name in self.learners}
         if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
             sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
             raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
-        if resampling := [name for name, algorithm in algorithms.items() if algorithm.max_resamples]:
-            raise ValueError(f"agents.{resampling[0]}: algorithm.max_resamples must be 0: all agents play the same episodes")
-        if self.start_from or self.evaluation.keep_best or self.training.stop != StopConfig():
-            raise ValueError("start_from, evaluation.keep_best and training.stop are for a job of one agent")
+        if self.start_from:
+            raise ValueError("start_from is for a job of one agent")
+        return self
+
+    @model_validator(mode="after")
+    def _an_agent_is_judged(self) -> "RLJobConfig":
+        judged = self.evaluation.agent
+        played = [name for name, agent in self.agents.items() if not agent.script]
+        if judged and judged not in played:
+            there = f"policies play {', '.join(played)}" if played else "this job has no agents"
+            raise ValueError(f"evaluation.agent: '{judged}' is no agent that a policy plays; {there}")
         return self
 
     @property
@@ -279,6 +298,19 @@ class RLJobConfig(JobConfig):
         return FurtherServerConfig(
             base_model=self.base_model, lora=self.lora, engine=self.engine, trainer=self.trainer, resources=self.resources
         )
+
+    @property
+    def learners(self) -> list[str]:
+        """The agents whose own policies learn."""
+        return [name for name in self.policies if not self.agents[name].frozen]
+
+    def algorithm_of(self, agent: str) -> AlgorithmConfig:
+        """How an agent's own policy learns."""
+        return self.agents[agent].algorithm or self.algorithm
+
+    def critic_of(self, agent: str) -> LoraConfig | None:
+        """The adapter of the critic beside an agent's own policy, if it has one."""
+        return _critic(self.algorithm_of(agent)) if agent in self.learners else None
 
     @model_validator(mode="after")
     def _action_fits_context(self) -> "RLJobConfig":
@@ -303,12 +335,16 @@ class RLJobConfig(JobConfig):
 
     @model_validator(mode="after")
     def _limits_are_measured(self) -> "RLJobConfig":
-        kl = self.algorithm.kl
-        if self.training.stop.max_reference_kl is not None and not (kl.coefficient and kl.place == "loss"):
+        kls = [self.algorithm_of(name).kl for name in self.learners] if self.agents else [self.algorithm.kl]
+        measured = any(kl.coefficient and kl.place == "loss" for kl in kls)
+        if self.training.stop.max_reference_kl is not None and not measured:
             raise ValueError(
                 "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
             )
         return self
+
+    def critic_on(self, server: str) -> LoraConfig | None:
+        return self.critic_of(self.first_policy(server))
 
     def first_policy(self, server: str) -> str:
         return next(name for name in self.policies if self.agents[name].server == server)
@@ -323,9 +359,7 @@ class RLJobConfig(JobConfig):
 
     @property
     def policy_critic(self) -> LoraConfig | None:
-        if not isinstance(self.algorithm, PPOConfig):
-            return None
-        return LoraConfig(rank=self.algorithm.critic.rank, alpha=self.algorithm.critic.alpha)
+        return self.critic_of(self.policies[0]) if self.agents else _critic(self.algorithm)
 
     def default_name(self) -> str:
         name = self.environment.name
@@ -462,6 +496,12 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
+
+
+def _critic(algorithm: PolicyGradient) -> LoraConfig | None:
+    if not isinstance(algorithm, PPOConfig):
+        return None
+    return LoraConfig(rank=algorithm.critic.rank, alpha=algorithm.critic.alpha)
 
 
 KINDS: Mapping[str, type[JobConfig]] = {

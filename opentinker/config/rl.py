@@ -29,8 +29,11 @@ class EvaluationConfig(Config):
     metric: str = ""
     """What `keep_best` and `training.stop` look at: `reward`, `exact`, `pass@4`, or a metric that the environment reports.
     Empty = `exact` where the environment reports it, else `reward`."""
+    agent: str = ""
+    """With `agents`: by whose evaluation `keep_best` and `training.stop` go. Empty = the mean over those who learn, which in a
+    game that one wins and another loses says nothing: name one there."""
     keep_best: bool = False
-    """Save the checkpoint `best` whenever an evaluation is better than all before it."""
+    """Save the checkpoint `best` whenever an evaluation is better than all before it; with `agents`, of all policies."""
 
     @model_validator(mode="after")
     def _enough_samples(self) -> "EvaluationConfig":

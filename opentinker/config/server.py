@@ -51,6 +51,10 @@ class EngineConfig(Config):
     divides the attention heads. In a job that trains it needs `resources.layout=split`."""
     bucket_mib: Annotated[int, Field(ge=1, le=4096)] = 64
     """Weights reach an engine in another process in buckets of this size, of which two are on their way at a time."""
+    weight_carrier: Literal["auto", "host", "ipc", "nccl"] = "auto"
+    """How weights reach an engine in another process. 'host': through the host's memory. Between GPUs: 'ipc', memory of the
+    trainer's GPU that the engine maps, on one node; 'nccl', a broadcast, to any node. 'auto' takes ipc, nccl or host, the first
+    that reaches every rank of the engine; any other is an error where it does not."""
     sleep: Literal["auto", "off"] = "off"
     """'auto': on CUDA, where vLLM shares the GPU with the trainer, it gives up the GPU's memory during each train step (its
     weights wait in the host's memory), unless requests are running. Costs seconds per step. 'off': it keeps
@@ -99,7 +103,7 @@ class TrainerConfig(Config):
     so longer ones fit, for more time. The numbers are the same, bit for bit."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit`: moments in a byte each, in blocks with a scale: 2 bytes per trained parameter in place of 8, for slower
-    steps. Of the policy; a critic's stay in float32."""
+    steps."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """How the trainer attends: `sdpa` tile by tile, `flex` with one FlexAttention kernel over a pack, which is compiled (CUDA
     only); `auto` = sdpa."""
@@ -118,11 +122,6 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _shared_out_among_several(self) -> "TrainerConfig":
-        if self.memory_gb is not None and self.ranks > 1:
-            raise ValueError("memory_gb is measured and kept to on one rank only; with several, pack_tokens bounds a pass")
-        if self.ranks > 1 and (self.optimizer != "adamw" or self.dtype == "float16"):
-            which = "optimizer=adamw_8bit" if self.optimizer != "adamw" else "dtype=float16"
-            raise ValueError(f"{which} is for one rank, and ranks is {self.ranks}; use bfloat16 or float32 with adamw")
         if self.shard_base and self.ranks == 1:
             raise ValueError("shard_base shares out the base model among ranks, and there is one; set ranks to 2 or more")
         return self

@@ -13,7 +13,8 @@
 
 `Cancelled` ends every status but TERMINATED. Any other event is a programming error and raises. Only an agent among several
 waits for its turn and hears that another ended the episode; it also hears that after it has left, and what it has earned since.
-What it is shown while it waits comes before its next action; what it earns while it waits belongs to its last one.
+What it is shown while it waits comes before its next action; what it earns while it waits belongs to its last one. An action
+that the environment has not seen when the episode ends is no turn of it.
 """
 
 from collections.abc import Sequence
@@ -75,7 +76,8 @@ class TurnLost:
 
 @dataclass(frozen=True)
 class EpisodeEnded:
-    """In a multi-agent episode: it is over for this agent, by what another did. `reward` is for its last action."""
+    """In a multi-agent episode: it is over for this agent, by what another did. `reward` is for its last action that the
+    environment has seen."""
 
     observation: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -255,7 +257,7 @@ class EpisodeMachine:
                 return self._taken_back()
             case AwaitTurn() | Generate() | Step() as request, EpisodeEnded() as end if self._waits_for_turn:
                 if isinstance(request, Step):
-                    self._earn_by_turn(0.0)
+                    self._unsay()
                 self.messages += self._news
                 self._hear(end)
                 return self._end(end.termination)
@@ -324,6 +326,12 @@ class EpisodeMachine:
             self.messages += result.observation
             return self._end(Termination.DONE if result.done else Termination.TRUNCATED_TURNS)
         return self._shown(self._last_action(), result.observation)
+
+    def _unsay(self) -> None:
+        """Take back an action that the environment has not seen: it earned nothing, so nothing is to be learnt from it. What
+        the agent was shown before stays."""
+        self.trajectories[-1].runs.pop()
+        self.messages.pop()
 
     def _last_action(self) -> list[int]:
         return self.trajectories[-1].runs[-1].tokens.tolist() if self.trajectories else []

@@ -5,6 +5,7 @@ published. Policies of one run are on one server or several; `Phases` is where l
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
@@ -13,8 +14,10 @@ from typing import Any, Protocol
 
 from opentinker.algorithms.select import advantage_function
 from opentinker.client.messages import AdamParams, Chunk, ImageChunk, IntArray, Sample, SamplingParams
+from opentinker.config.algorithms import PPOConfig
 from opentinker.config.job import RLJobConfig
 from opentinker.config.rollout import SamplingConfig
+from opentinker.config.server import LoraConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
@@ -27,14 +30,16 @@ from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rollout.types import Group
+from opentinker.training.agents_watch import AgentsWatch
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.homes import Home, check_alive, find_homes, lost_with
 from opentinker.training.learner import Learned, Learner
+from opentinker.training.loop import EpisodesLoop
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
 from opentinker.training.recorder import Recorder
-from opentinker.training.rl import EVALUATION_TRANSCRIPTS, FRUITLESS_STEPS, TrainablePolicy
-from opentinker.training.schedule import checkpoint_name, kept, scheduled
+from opentinker.training.rl import EVALUATION_TRANSCRIPTS, TrainablePolicy
+from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
 
@@ -42,12 +47,12 @@ from opentinker.training.transcripts import images_of, pick_transcripts, transcr
 class PlayedPolicy(TrainablePolicy, Protocol):
     """What a run of several agents needs of a `PolicyClient`: it can make others beside itself."""
 
-    async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0) -> Any: ...
+    async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0, critic: LoraConfig | None = None) -> Any: ...
 
 
-class AgentsLoop:
-    """Holds what lasts from step to step; `run` may be called again and continues. `policies` are by agent; the first is the
-    job's own, whose checkpoints are written last, so that those of the others are there when it is."""
+class AgentsLoop(EpisodesLoop):
+    """Several agents learn from the episodes that they play together. `policies` are by agent; the first is the job's own,
+    whose checkpoints are written last, so that those of the others are there when it is."""
 
     def __init__(
         self,
@@ -62,33 +67,30 @@ class AgentsLoop:
         homes: Mapping[str, Home] | None = None,
     ) -> None:
         """`homes` are of the agents whose prompts are made otherwise: those whose server has another model."""
-        self.config = config
-        self.steps_done = 0
+        tasks = JobTasks(
+            environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir, sources=sources
+        )
+        super().__init__(config, tasks, recorder, config.learners)
         self.phases = PhaseBarrier(list(policies))
         self._policies = dict(policies)
-        self._recorder = recorder
         self._renderer = renderer
         self._max_model_len = max_model_len
         self._homes = homes or {}
-        self._tasks = JobTasks(
-            environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir, sources=sources
-        )
-        self._task_position = 0
-        self._held_out: list[Any] | None = None
-        self._evaluated_at: int | None = None
-        self._fruitless = 0
         self._learners = {
             name: Learner(
                 policies[name],
                 algorithm,
                 _sampling(config, name),
-                advantage_function(algorithm, base_dir),
+                None if isinstance(algorithm, PPOConfig) else advantage_function(algorithm, base_dir),
                 config.training.steps,
             )
-            for name in policies
-            if not config.agents[name].frozen
-            for algorithm in [config.agents[name].algorithm or config.algorithm]
+            for name in config.learners
+            for algorithm in [config.algorithm_of(name)]
         }
+        judged = config.evaluation.agent
+        player = (config.agents[judged].policy or judged) if judged else ""
+        watched = player if player in self._learners else ""
+        self._watch = AgentsWatch(config.training.stop, config.evaluation, config.learners, watched)
         self._group_size = next(iter(self._learners.values())).algorithm.group_size
         self._scripts = {
             name: ScriptedPlayer(load_function(agent.script, base_dir), name)
@@ -142,50 +144,39 @@ class AgentsLoop:
         state = DriverState.from_json(loaded[0].get("driver"), step, self.config.training.seed)
         if state is not None:
             self._task_position, self._evaluated_at = state.task_position, state.evaluated_at
-            self._fruitless = state.fruitless
+            self._fruitless, self._stopping.stopped = state.fruitless, state.stopped
+            self._stopping.reductions |= state.agents.get("reductions", {})
+            self._watch.restore(state.watch)
             for row in state.later(self._recorder.rows):
+                self._watch.row(row)
                 if row["kind"] == "agents_evaluation":
                     self._evaluated_at = row["step"]
-
-    async def run(self, steps: int) -> None:
-        """Train for `steps` more steps, evaluating as the config says.
-
-        Raises:
-            EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
-        """
-        evaluation, last = self.config.evaluation, self.steps_done + steps
-        if evaluation.at_start and self.steps_done == 0:
-            await self.evaluate()
-        while self.steps_done < last:
-            if self._evaluation_is_due():
-                await self.evaluate()
-            await self.step()
-            if (every := self.config.training.save_every) and self.steps_done % every == 0:
-                await self.save(checkpoint_name(self.steps_done))
-        if (evaluation.at_end or self._evaluation_is_due()) and self._evaluated_at != self.steps_done:
-            await self.evaluate()
-
-    def _evaluation_is_due(self) -> bool:
-        every = self.config.evaluation.every
-        return bool(every and self.steps_done and self.steps_done % every == 0 and self._evaluated_at != self.steps_done)
+                elif row["kind"] == "stopping":
+                    self._stopping.heard(row)
 
     async def step(self) -> Row:
         """One iteration: all games, then all updates."""
         config, number = self.config, self.steps_done + 1
         moment = Moment(self.steps_done, Phase.ROLLOUT)
         started = time.monotonic()
-        count = config.rollout.groups_per_step
-        tasks = await self._tasks.draw(config.training.seed, self._task_position, count)
-        groups = await self._runner.run(self._players(), tasks, self._group_size, number)
+        groups: Groups = {}
+
+        async def play(tasks: Sequence[Any], first_index: int) -> None:
+            found = await self._runner.run(self._players(), tasks, self._group_size, number, first_index=first_index)
+            for agent, of_agent in found.items():
+                groups.setdefault(agent, []).extend(of_agent)
+
+        rounds = max(learner.algorithm.max_resamples for learner in self._learners.values())
+        position = await self._collect(rounds, play, lambda round_: self._missing(groups, round_))
         sampled = time.monotonic()
         self._finish(moment)
-        await self._check_usable(groups)
+        await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
         assert all(self.phases.may(name, moment.next) for name in self._policies), "no update before all games are over"
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
         learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
         ended = time.monotonic()
         self._finish(moment.next)
-        self._task_position += count
+        self._task_position = position
         rows = {
             name: step_row(
                 number,
@@ -205,24 +196,34 @@ class AgentsLoop:
                 record = transcript_row(episode, step=number, phase="train") | {"agent": name}
                 self._recorder.transcript(record, images_of(episode))
         self.steps_done = number
+        await self._act(*self._watch.row(row))
         return row
+
+    def _missing(self, groups: Groups, round_: int) -> int:
+        """Tasks that are drawn besides in a round of resampling. A game counts for all: so there are as many as whoever still
+        resamples lacks most, and everybody learns from all of them."""
+        wanted, lacking = self.config.rollout.groups_per_step, [0]
+        for name, learner in self._learners.items():
+            if learner.algorithm.max_resamples >= round_:
+                seats = len(self._seats_of(name))
+                teaching = sum(map(learner.teaches, self._experience(name, groups)))
+                lacking.append(math.ceil((wanted * seats - teaching) / seats))
+        return max(lacking)
 
     async def evaluate(self) -> Row | None:
         """All agents play the held-out tasks; None if the environment has none."""
-        if self._held_out is None:
-            self._held_out = await self._tasks.held_out(self.config.evaluation.max_tasks)
-        if not self._held_out:
+        if not (tasks := await self._held_out_tasks()):
             return None
         started, evaluation = time.monotonic(), self.config.evaluation
         players = self._players(evaluation.temperature)
-        groups = await self._evaluator.run(players, self._held_out, evaluation.samples_per_task, self.steps_done)
+        groups = await self._evaluator.run(players, tasks, evaluation.samples_per_task, self.steps_done)
         rows: dict[str, Row] = {}
         for name, of_agent in groups.items():
             result = summarize_groups(of_agent, seed=self.config.training.seed, pass_at=evaluation.pass_at)
             if result is None and not any(group.failures for group in of_agent):
                 continue  # it never took part
             if result is None:
-                await check_alive(self.config, self._policies)  # a dead server is the better explanation
+                await self._check_server()
                 raise EpisodesFailedError(f"no episode of '{name}' was usable in evaluation: {commonest_failure(of_agent)}")
             rows[name] = evaluation_row(self.steps_done, result, of_agent, seconds=time.monotonic() - started)
             for group in of_agent[:EVALUATION_TRANSCRIPTS]:
@@ -232,6 +233,10 @@ class AgentsLoop:
         row = agents_row("agents_evaluation", self.steps_done, rows, evaluation_s=time.monotonic() - started)
         self._recorder.row(row)
         self._evaluated_at = self.steps_done
+        self._watch.checked(row)
+        if evaluation.keep_best and self._watch.improves(row):
+            await self.save(BEST)
+        await self._act(*self._watch.row(row))
         return row
 
     async def save(self, name: str) -> dict[str, Any]:
@@ -243,6 +248,9 @@ class AgentsLoop:
             rows=len(self._recorder.rows),
             evaluated_at=self._evaluated_at,
             fruitless=self._fruitless,
+            stopped=self.stopped,
+            watch=self._watch.state(),
+            agents={"reductions": self._stopping.reductions},
             config=self.config.model_dump(mode="json"),
         ).to_json()
         keep_last = kept(self.config.training, name)
@@ -265,30 +273,24 @@ class AgentsLoop:
 
     def _experience(self, name: str, groups: Groups) -> list[Group]:
         """What the policy of an agent learns from: the agent's groups, and those of the agents that share it."""
-        sharing = [name, *(other for other, agent in self.config.agents.items() if agent.policy == name)]
-        return [group for agent in sharing for group in groups[agent]]
+        return [group for agent in self._seats_of(name) for group in groups[agent]]
+
+    def _seats_of(self, name: str) -> list[str]:
+        """Where the policy of an agent plays."""
+        return [name, *(other for other, agent in self.config.agents.items() if agent.policy == name)]
 
     def _optimizer(self, name: str, step: int) -> AdamParams:
         training = self.config.training
         own = self.config.agents[name].optimizer
-        return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step)
+        scale = self._stopping.scale(name)
+        return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step, scale)
 
     def _finish(self, moment: Moment) -> None:
         for name in self._policies:
             self.phases.finish(name, moment, time.monotonic())
 
-    async def _check_usable(self, groups: Groups) -> None:
-        everything = [group for name in self._learners for group in self._experience(name, groups)]
-        if any(e.trains for g in everything for e in g.episodes):
-            self._fruitless = 0
-            return
-        await check_alive(self.config, self._policies)  # raises if a server is gone: the better explanation
-        self._fruitless += 1
-        if self._fruitless >= FRUITLESS_STEPS:
-            raise EpisodesFailedError(
-                f"no episode was usable in {FRUITLESS_STEPS} steps in a row: {commonest_failure(everything)}",
-                hint="transcripts.jsonl holds a failed episode of each step",
-            )
+    async def _check_server(self) -> None:
+        await check_alive(self.config, self._policies)
 
     def _players(self, temperature: float | None = None) -> dict[str, Player]:
         """Who plays which seat; with the temperature of an evaluation, if it is one."""

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from opentinker.training.metrics import Row
+from opentinker.training.metrics import Row, why_stopped
 from opentinker.training.report import card_row, change, duration, page, small_charts, trained_part, transcripts
 from opentinker.training.svg import Series, line_chart, number
 
@@ -25,7 +25,7 @@ def summarize_agents(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "agents": {name: {"reward_before": reward(shown[0], name), "reward_after": reward(shown[-1], name)} for name in names},
         "steps": len(steps),
-        "stopped": None,
+        "stopped": why_stopped(rows),
         "tokens_sampled": sum(row["tokens_sampled"] for row in [*steps, *evaluations]),
     }
 

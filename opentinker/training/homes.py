@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from opentinker.config.job import RLJobConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import ConfigError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
@@ -17,7 +18,7 @@ from opentinker.training.rl import TrainablePolicy
 class HostedPolicy(TrainablePolicy, Protocol):
     """A policy that can make others beside itself."""
 
-    async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0) -> Any: ...
+    async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0, critic: LoraConfig | None = None) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ async def find_homes(
             continue
         lora = agent.lora or (config.servers[agent.server].lora if agent.server else config.lora)
         with _named(agent.server):
-            policies[name] = await host.create_policy(lora, name=name, seed=config.training.seed + place)
+            policies[name] = await host.create_policy(
+                lora, name=name, seed=config.training.seed + place, critic=config.critic_of(name)
+            )
     asked = {config.agents[name].server for name in policies}
     found = dict(zip(asked, await asyncio.gather(*(_home(name, hosts[name]) for name in asked)), strict=True))
     return policies, {name: found[config.agents[name].server] for name in policies}

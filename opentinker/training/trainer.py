@@ -271,6 +271,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
             },
         )
         check_agents(config, self._environment)
+        _check_critic(job, config.algorithm_of(config.policies[0]))
         self._sources = _sources(train_tasks, held_out_tasks)
         self._agents_config = config
         super().__init__(

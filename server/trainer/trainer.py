@@ -43,7 +43,14 @@ from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, class
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and config files of a model directory, which a full checkpoint carries along."""
 
-NO_METRICS = {"tokens": 0.0, "loss_sum": 0.0}
+NO_METRICS = {
+    "tokens": 0.0,
+    "loss_sum": 0.0,
+    "sequence_tokens": 0.0,
+    "computed_tokens": 0.0,
+    "passes": 0.0,
+    "pass_tokens_max": 0.0,
+}
 """The metrics of no data."""
 
 
@@ -211,10 +218,14 @@ class TorchTrainer:
 
     def _checked_packs(self, policy: str, data: Sequence[Datum], loss: LossConfig) -> list[Pack]:
         """See `check`; the packs that the data are trained in."""
+        self._check_data(policy, data, loss)
+        return self._packs(policy, data, scalar=loss.name in SCALAR_LOSSES, trains=True, together=looked_at_together(loss))
+
+    def _check_data(self, policy: str, data: Sequence[Datum], loss: LossConfig) -> None:
+        """`check` but for whether there is memory."""
         self._trained_by(policy, loss)
         self._model.check_tokens(data)
         check_arrays(data, loss)
-        return self._packs(policy, data, scalar=loss.name in SCALAR_LOSSES, trains=True, together=looked_at_together(loss))
 
     @memory_explained()
     def forward_backward(self, policy: str, data: Sequence[Datum], loss: LossConfig, factor: float) -> ForwardBackwardResult:
@@ -253,7 +264,14 @@ class TorchTrainer:
         self._check_loss(metrics["loss_sum"], factor)
         self._trained_by(policy, loss).scaled(total * factor).backward()  # type: ignore[no-untyped-call]
         _scatter(pack, scores_N.detach(), scores)
-        return metrics
+        size = float(len(pack))
+        effort = {
+            "computed_tokens": size,
+            "pass_tokens_max": size,
+            "passes": 1.0,
+            "sequence_tokens": float(pack.sequence_tokens),
+        }
+        return metrics | effort
 
     def _check_loss(self, loss_sum: float, factor: float) -> None:
         """Raises: TrainerError when the loss is not finite."""
@@ -262,6 +280,11 @@ class TorchTrainer:
 
     def _packs(self, policy: str, data: Sequence[Datum], *, scalar: bool, trains: bool, together: int = 1) -> list[Pack]:
         """Packs of the data whose passes fit into memory; see `MemoryBudget.packs`."""
+        kind, reserve = self._pass_kind(policy, scalar=scalar, trains=trains)
+        return self._budget.packs(data, kind, self._size, reserve=reserve, together=together)
+
+    def _pass_kind(self, policy: str, *, scalar: bool, trains: bool) -> tuple[PassKind, int]:
+        """(such a pass, the bytes of gradients that are still to come)."""
         state = self._get(policy)
         optimizer = state.critic.optimizer if scalar and state.critic is not None else state.optimizer
         lora = state.lora is not None
@@ -277,16 +300,11 @@ class TorchTrainer:
                 raise _Undone
 
         kind = PassKind((policy, scalar, trains), run, self._device, self._model.random_tokens, lora)
-        reserve = optimizer.pending_bytes() if trains else 0
-        return self._budget.packs(data, kind, self._size, reserve=reserve, together=together)
+        return kind, optimizer.pending_bytes() if trains else 0
 
     @memory_explained()
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
-        optimizer = self._critic(policy).optimizer if critic else self._get(policy).optimizer
-        report = {"grad_norm": optimizer.step(params)}
-        if (scale := optimizer.loss_scale) is not None:
-            report |= {"loss_scale": scale.value, "steps_skipped": float(scale.skipped)}
-        return report
+        return (self._critic(policy).optimizer if critic else self._get(policy).optimizer).report_step(params)
 
     def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
         self._check_samples(policy)

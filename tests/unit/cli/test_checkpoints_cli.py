@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from opentinker.checkpoints import policy_root
 from opentinker.cli.checkpoints import size
 from opentinker.cli.main import app
 
@@ -15,8 +16,8 @@ def run(live: Any, *arguments: str, width: int = 80) -> Any:
     return CliRunner().invoke(app, [*arguments, "--state-dir", str(live.folder)], env={"COLUMNS": str(width)})
 
 
-def save(job: dict[str, Any], name: str, version: int, at: float) -> None:
-    folder = Path(job["run_dir"]) / "checkpoints" / f"{name}@{version}"
+def save(job: dict[str, Any], name: str, version: int, at: float, policy: str | None = None) -> None:
+    folder = policy_root(Path(job["run_dir"]) / "checkpoints", policy) / f"{name}@{version}"
     folder.mkdir(parents=True)
     state = {"kind": "full", "model_type": "llama", "step": version, "created_at": at, "version": version}
     (folder / "trainer_state.json").write_text(json.dumps(state))
@@ -69,6 +70,22 @@ def test_a_checkpoint_is_tagged_used_and_deleted_from_the_command_line(live: Any
     assert len(run(live, "checkpoint", "list", job["id"], "--json").stdout.splitlines()) == 1
     absent = run(live, "checkpoint", "delete", job["id"], "mine", "--yes")
     assert (absent.exit_code, "it has final@25" in absent.stderr) == (1, True)
+
+
+def test_a_further_policys_checkpoint_is_named_with_its_policy(live: Any) -> None:
+    job = live.submit()
+    save(job, "final", 25, at=2000.0)
+    save(job, "final", 7, at=1000.0, policy="critic")
+    ref = f"admin/{job['id']}/critic/final@7"
+    assert ref in run(live, "checkpoints", job["id"], width=100).stdout
+    tagged = run(live, "checkpoint", "tag", job["id"], "critic/final", "good")
+    assert (tagged.exit_code, tagged.stdout.strip()) == (0, f"{ref} is {job['id']}/critic/good")
+    assert run(live, "checkpoint", "untag", job["id"], "critic/good").exit_code == 0
+    absent = run(live, "checkpoint", "delete", job["id"], "actor/final", "--yes")
+    assert (absent.exit_code, "it has final@25, critic/final@7" in absent.stderr) == (1, True)
+    deleted = json.loads(run(live, "checkpoint", "delete", job["id"], "critic/final", "--yes", "--json").stdout)
+    assert deleted["deleted"] == ref
+    assert len(run(live, "checkpoint", "list", job["id"], "--json").stdout.splitlines()) == 1
 
 
 def test_an_export_says_what_it_cannot_reach(live: Any, tmp_path: Path) -> None:

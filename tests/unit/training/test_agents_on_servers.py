@@ -56,7 +56,7 @@ def make_host(policy: Any) -> Any:
             if self.lost:
                 raise ServerLostError(self.lost)
 
-        async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0) -> Any:
+        async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0, critic: Any = None) -> Any:
             self.check()
             self.asked.append((name, lora, seed))
             self.made[name] = type(policy)()
