@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import PPOConfig as PPO
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
+    from opentinker.config.arena import ArenaConfig
     from opentinker.config.job import InferenceJobConfig, InteractiveJobConfig, RLJobConfig
     from opentinker.config.opponents import ChatModelConfig, PoolConfig
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
@@ -55,6 +56,7 @@ _HOMES = {
     "opentinker.client.submitted": ("SubmittedJob",),
     "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
     "opentinker.config.agents": ("AgentConfig", "TurnsConfig"),
+    "opentinker.config.arena": ("ArenaConfig",),
     "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
     "opentinker.config.resources": ("Resources", "Scheduling"),
     "opentinker.config.rl": ("EvaluationConfig",),
@@ -101,6 +103,7 @@ __all__ = [
     "AgentConfig",
     "AgentProtocol",
     "Alternating",
+    "ArenaConfig",
     "BradleyTerry",
     "ChatModelConfig",
     "Client",

@@ -113,8 +113,13 @@ class AgentConfig(Config):
 
 def bound_elsewhere(agent: Any) -> bool:
     """Whether an agent's config, validated or not, gives it no policy of its own."""
-    fields = agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
+    fields = fields_of(agent)
     return any(fields.get(name) for name in ("policy", "script", "pool", "model"))
+
+
+def fields_of(agent: Any) -> Mapping[str, Any]:
+    """The fields of an agent's config, validated or not."""
+    return agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
 
 
 def places_of_pool(agent: Any) -> int:

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from opentinker.config.agents import Address, AgentConfig, TurnsConfig, bound_elsewhere, places_of_pool
+from opentinker.config.agents import Address, AgentConfig, TurnsConfig, bound_elsewhere, fields_of, places_of_pool
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
+from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.preference import (
     BradleyTerryConfig,
@@ -192,6 +193,8 @@ class RLJobConfig(JobConfig):
     """Who plays which seat, for an environment of several agents: all of them learn in this one job."""
     turns: TurnsConfig = TurnsConfig()
     """With `agents`: what becomes of one that holds up the others."""
+    arena: ArenaConfig | None = None
+    """With `agents`: they meet each other, past versions and reference players; None = they do not."""
     sinks: Sinks = ()
     """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
@@ -208,7 +211,7 @@ class RLJobConfig(JobConfig):
             engine = engine.model_dump(include=engine.model_fields_set)
         if isinstance(agents, Mapping) and isinstance(engine, Mapping) and "max_adapters" not in engine:
             count = sum(not bound_elsewhere(agent) for agent in agents.values())
-            count += sum(places_of_pool(agent) for agent in agents.values())
+            count += sum(places_of_pool(agent) for agent in agents.values()) + _arena_places(values.get("arena"), agents)
             if count > 1 and values.get("lora") is None:
                 raise ValueError(f"agents: {count} policies share one base model, so they are adapters; set lora")
             return {**values, "engine": {**engine, "max_adapters": max(count, 1)}}
@@ -219,6 +222,8 @@ class RLJobConfig(JobConfig):
         if not self.agents:
             if self.turns != TurnsConfig():
                 raise ValueError("turns are those of several agents, and there are no agents")
+            if self.arena is not None:
+                raise ValueError("arena is for several agents, and there are no agents")
             return self
         own = self.policies
         learning = self.learners
@@ -238,6 +243,11 @@ class RLJobConfig(JobConfig):
         if len(own) + slots > self.engine.max_adapters:
             what = f"{len(own)} policies" + (f" and pools {slots} slots" if slots else "")
             raise ValueError(f"agents have {what}, and engine.max_adapters is {self.engine.max_adapters}")
+        if len(own) + slots + (places := _arena_places(self.arena, self.agents)) > self.engine.max_adapters:
+            raise ValueError(
+                f"arena.past={self.arena and self.arena.past} plays past versions, {places} at a time, and "
+                f"engine.max_adapters={self.engine.max_adapters} has room for the {len(own) + slots} policies of agents only"
+            )
         if wide := [name for name in own if (lora := self.agents[name].lora) and self.lora and lora.rank > self.lora.rank]:
             raise ValueError(f"agents.{wide[0]}.lora.rank is above lora.rank, the largest for which the server makes room")
         algorithms = {name: self.algorithm_of(name) for name in learning}
@@ -471,6 +481,16 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
+
+
+def _arena_places(arena: Any, agents: Mapping[str, Any]) -> int:
+    """Adapters beside those of the agents that an arena needs, its config validated or not."""
+    if arena is None:
+        return 0
+    found = arena if isinstance(arena, ArenaConfig) else parse_config(ArenaConfig, arena)
+    fields = [fields_of(agent) for agent in agents.values() if not bound_elsewhere(agent)]
+    learners = [agent for agent in fields if not (agent.get("frozen") or agent.get("checkpoint"))]
+    return 0 if not found.past else 1 if found.seats == "all" else len(learners)
 
 
 def _critic(algorithm: PolicyGradient) -> LoraConfig | None:

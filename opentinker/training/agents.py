@@ -31,6 +31,8 @@ from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.types import Group
 from opentinker.training.agents_watch import AgentsWatch
+from opentinker.training.arena import ARENA_SEED, Arena, Entrant, reference_players
+from opentinker.training.arena_report import arena_files
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.learner import Learned, Learner
@@ -103,6 +105,14 @@ class AgentsLoop(EpisodesLoop):
         # Evaluation must not reuse training's sampling seeds.
         self._evaluator = GameRunner(make, seats, config.rollout, config.turns, seed + 2**31)
         check_players(config.agents, seats.agents)
+        self._arena: Arena | None = None
+        if config.arena is not None:
+            # It must not reuse the seeds of training, nor those of evaluation.
+            games = GameRunner(make, seats, config.rollout, config.turns, seed + ARENA_SEED)
+            references = reference_players(config.arena.references, environment, config.agents, base_dir)
+            draw = partial(self._tasks.standing, seed + ARENA_SEED, config.arena.tasks)
+            fixed = self._opponents.fixed
+            self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, fixed, draw)
 
     @classmethod
     async def connect(
@@ -153,7 +163,10 @@ class AgentsLoop(EpisodesLoop):
             self._stopping.reductions |= state.agents.get("reductions", {})
             self._opponents.restore(state.agents.get("pools", {}))
             self._watch.restore(state.watch)
-            for row in state.later(self._recorder.rows):
+            later = state.later(self._recorder.rows)
+            if self._arena is not None:
+                self._arena.restore(state.agents.get("arena", {}), later)
+            for row in later:
                 self._watch.row(row)
                 if row["kind"] == "agents_evaluation":
                     self._evaluated_at = row["step"]
@@ -260,7 +273,11 @@ class AgentsLoop(EpisodesLoop):
             fruitless=self._fruitless,
             stopped=self.stopped,
             watch=self._watch.state(),
-            agents={"reductions": self._stopping.reductions, "pools": self._opponents.to_json()},
+            agents={
+                "reductions": self._stopping.reductions,
+                "pools": self._opponents.to_json(),
+                **({} if self._arena is None else {"arena": self._arena.state()}),
+            },
             config=self.config.model_dump(mode="json"),
         ).to_json()
         keep_last = kept(self.config.training, name)
@@ -275,6 +292,8 @@ class AgentsLoop(EpisodesLoop):
         await self._runner.close()
         await self._evaluator.close()
         await self._opponents.close()
+        if self._arena is not None:
+            await self._arena.close()
 
     async def _update(self, name: str, groups: Groups, optimizer: AdamParams, step: int) -> Learned:
         try:
@@ -333,6 +352,30 @@ class AgentsLoop(EpisodesLoop):
             return await policy.upload([image.data for image in images])
 
         return PolicyPlayer(self._renderer, generate, params, self._max_model_len, upload, trains)
+
+    async def _compare(self, *, ends: bool = False) -> None:
+        step, arena = self.steps_done, self._arena
+        if arena is not None and arena.due(step, ends=ends):
+            self._recorder.row(await arena.meet(step))
+            self._recorder.files(arena_files(self._recorder.rows))
+
+    def _entrants(self) -> list[Entrant]:
+        """The policies that others are compared with; where past versions of one play, it plays itself."""
+        pools: dict[str, list[str]] = {}
+        for seat, agent in self.config.agents.items():
+            if agent.pool is not None:
+                pools.setdefault(agent.pool.of, []).append(seat)
+        return [
+            Entrant(
+                name,
+                policy,
+                tuple(dict.fromkeys([*self._seats_of(name), *pools.get(name, ())])),
+                partial(self._plays, sampling=_sampling(self.config, name), temperature=self.config.evaluation.temperature),
+                self.config.agents[name].lora or self.config.lora,
+                past=name in self._learners,
+            )
+            for name, policy in self._policies.items()
+        ]
 
 
 def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:

@@ -14,6 +14,7 @@ from opentinker.client.messages import AdamParams
 from opentinker.client.policy import PolicyClient
 from opentinker.config.agents import AgentConfig, TurnsConfig
 from opentinker.config.algorithms import GRPOConfig, PolicyGradient, PPOConfig
+from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import parse_config
 from opentinker.config.job import InteractiveJobConfig, PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.config.preference import (
@@ -250,6 +251,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         sampling: SamplingConfig | None = None,
         rollout: RolloutConfig | None = None,
         turns: TurnsConfig | None = None,
+        arena: ArenaConfig | None = None,
         evaluation: EvaluationConfig | None = None,
         seed: int = 0,
         sinks: AskedSinks = (),
@@ -257,7 +259,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         progress: bool = True,
     ) -> None:
         """Tasks given here replace the environment's own. `algorithm`, `optimizer` and `sampling` are those of agents that have
-        none of their own.
+        none of their own. With `arena` they meet past versions and reference players, for which the job needs room.
 
         Raises: EnvironmentLoadError, ConfigError.
         """
@@ -274,6 +276,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
                 "sampling": sampling or SamplingConfig(),
                 "rollout": rollout or RolloutConfig(),
                 "turns": turns or TurnsConfig(),
+                "arena": arena,
                 "evaluation": evaluation or EvaluationConfig(),
                 "training": RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
                 "sinks": parse_sinks(sinks),

@@ -66,6 +66,7 @@ def test_the_configs_parse() -> None:
             "lora": {"rank": 16},
             "environment": {"name": "gomoku_duel"},
             "algorithm": {"group_size": 8},
+            "agents": {"black": {}, "white": {}},
         }
         job = parse_config(RLJobConfig, fields | yaml.safe_load(text))
         assert job.policies == (["black"] if job.agents["white"].elsewhere else ["black", "white"])
