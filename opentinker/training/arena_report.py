@@ -200,7 +200,8 @@ def _legend(row: Row) -> list[tuple[str, str]]:
     if not row["ratings"]:
         return []
     agents = [(name, _COLOURS[place % len(_COLOURS)]) for place, name in enumerate(rating_curves(row))]
-    return agents + ([(", ".join(name for name, *_ in standing), "d")] if (standing := _standing(row)) else [])
+    standing = ", ".join(f"{name} {value:+.0f}" for name, value, _ in _standing(row))
+    return [*agents, *([(standing, "d")] if standing else [])]
 
 
 def _heat(row: Row) -> str:
@@ -217,7 +218,8 @@ def _table(row: Row) -> tuple[list[str], list[str], dict[tuple[str, str], Shown]
         for other, found in others.items()
     }
     names = [name for name in row["players"].values() if name in matrix]
-    columns = list(dict.fromkeys(other for name in names for other in matrix[name]))
+    met = dict.fromkeys(other for name in names for other in matrix[name])
+    columns = [*(name for name in names if name in met), *(other for other in met if other not in names)]
     return names, columns, cells
 
 
