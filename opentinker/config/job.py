@@ -61,6 +61,11 @@ class JobConfig(Config):
     scheduling: Scheduling = Scheduling()
 
     @property
+    def own_policy(self) -> str | None:
+        """The agent that has the job's own policy; None where there are no agents."""
+        return None
+
+    @property
     def starts(self) -> dict[tuple[str, ...], str]:
         """The checkpoints that this config names, by the keys that lead to where it does."""
         return {("start_from",): self.start_from} if self.start_from else {}
@@ -290,6 +295,10 @@ class RLJobConfig(JobConfig):
         """The agents with policies of their own. The first of those that learn has the job's own policy."""
         own = [name for name, agent in self.agents.items() if not (agent.policy or agent.elsewhere)]
         return sorted(own, key=lambda name: not self.agents[name].learns)
+
+    @property
+    def own_policy(self) -> str | None:
+        return self.policies[0] if self.agents else None
 
     @property
     def starts(self) -> dict[tuple[str, ...], str]:
