@@ -95,10 +95,10 @@ def resolve_start(start: Start, config: JobConfig, storage: Storage | None) -> C
     if found is None:
         known = [versioned(c.name, c.version) for c in saved]
         whose = f"job {source.id}" if ref.policy is None else f"'{ref.policy}' of job {source.id}"
-        raise ConfigError(
-            f"{start.field}: {whose} has no checkpoint '{versioned(ref.name, ref.version)}'",
-            hint=f"it has {', '.join(known[:10])}" if known else "it has none",
-        )
+        hint = f"it has {', '.join(known[:10])}" if known else "it has none"
+        if ref.policy is not None and parse_job(source.config).own_policy == ref.policy:
+            hint = f"'{ref.policy}' has that job's own policy, whose checkpoints are {replace(ref, policy=None)}"
+        raise ConfigError(f"{start.field}: {whose} has no checkpoint '{versioned(ref.name, ref.version)}'", hint=hint)
     exact = replace(ref, user=source.owner, name=found.name, version=found.version)
     _check_fit(start, str(exact), found, config)
     return exact

@@ -71,6 +71,11 @@ class JobConfig(Config):
     scheduling: Scheduling = Scheduling()
 
     @property
+    def own_policy(self) -> str | None:
+        """The agent that has the job's own policy; None where there are no agents."""
+        return None
+
+    @property
     def starts(self) -> dict[tuple[str, ...], str]:
         """The checkpoints that this config names, by the keys that lead to where it does."""
         return {("start_from",): self.start_from} if self.start_from else {}
@@ -354,6 +359,10 @@ class RLJobConfig(JobConfig):
     def lora_of(self, agent: str) -> LoraConfig | None:
         """The adapter of an agent's policy; None: its full parameters."""
         return self.agents[agent].lora or self.server_of(agent).lora
+
+    @property
+    def own_policy(self) -> str | None:
+        return self.policies[0] if self.agents else None
 
     @property
     def starts(self) -> dict[tuple[str, ...], str]:
