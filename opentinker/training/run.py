@@ -5,6 +5,8 @@ import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +17,7 @@ from opentinker.config.job import JobConfig, PreferenceJobConfig, RLJobConfig, S
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
-from opentinker.errors import ConfigError
+from opentinker.errors import AgentLostError, ConfigError, NotFoundError
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.metrics import Row, summarize
@@ -76,15 +78,10 @@ def run_rl_job(
     job = parse_config(RLJobConfig, config)
     base_dir = Path(code_dir) if code_dir else None
     environment = checked_environment(job, base_dir)
-    client = PolicyClient(endpoint, token, policy)
     if job.agents:
-
-        def connect_agents(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
-            return AgentsLoop.connect(job, environment, client, recorder, base_dir, steps=agents_run.steps_saved or (0,))
-
-        steps, folder = job.training.steps, Path(run_dir)
-        agents_run = _Run(job, steps, folder, listeners, resume, summarize_agents, render_agents_report)
-        return agents_run.drive(client, connect_agents, started)
+        make = partial(_Run, job, job.training.steps, Path(run_dir), listeners)
+        return _drive_agents(job, environment, make, partial(PolicyClient, endpoint, token, policy), base_dir, resume, started)
+    client = PolicyClient(endpoint, token, policy)
 
     def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
         return RLLoop.connect(job, environment, client, recorder, base_dir)
@@ -150,6 +147,36 @@ def _on_examples(
     return lambda client, recorder: connect(job, client, recorder, base_dir)
 
 
+def _drive_agents(
+    job: RLJobConfig,
+    environment: type[Environment],
+    make: Callable[[bool, Summarize, Render], "_Run"],
+    make_client: Callable[[], PolicyClient],
+    base_dir: Path | None,
+    resume: bool,
+    started: float,
+) -> dict[str, Any]:
+    """Drive a job of several agents. When the driver of other agents is lost, and this one's server is not, it goes back to its
+    checkpoints and joins anew, as often as the job may be restarted: its own scheduler may start that driver again."""
+    rejoins = 0
+    while True:
+        run = make(resume or rejoins > 0, summarize_agents, render_agents_report)
+
+        async def connect(client: PolicyClient, recorder: Recorder, run: "_Run" = run, again: bool = rejoins > 0) -> Loop:
+            for other in job.policies[1:] if again else ():
+                with suppress(NotFoundError):  # it is made anew, from its checkpoint
+                    await client.delete_policy(other)
+            return await AgentsLoop.connect(job, environment, client, recorder, base_dir, steps=run.steps_saved or (0,))
+
+        try:
+            return run.drive(make_client(), connect, started)
+        except AgentLostError as lost:
+            if rejoins >= job.scheduling.max_restarts or not saved_steps(run.folder):
+                raise
+            rejoins += 1
+            logger.warning("joins anew (%d of %d): %s", rejoins, job.scheduling.max_restarts, lost)
+
+
 class _Run:
     """One run's folder, and the loop that fills it."""
 
@@ -166,6 +193,7 @@ class _Run:
         def log(row: Row) -> None:
             logger.info(row_line(row, steps))
 
+        self.folder = folder
         self._steps = steps
         self.steps_saved = saved_steps(folder) if resume else []
         """Those after which the run could go on."""
