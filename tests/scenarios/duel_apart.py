@@ -1,7 +1,7 @@
 """Two jobs train against each other: each has a driver and a server of its own, and an environment server coordinates them.
 
-Usage: python tests/scenarios/duel_apart.py --kill     interactive jobs, driven by two processes of their users; the server of one
-                                                       is killed within a game, and in another run within an update
+Usage: python tests/scenarios/duel_apart.py --kill     interactive jobs, driven by two processes of their users; the server of
+                                                       one is killed within a game, and in another run within an update
        python tests/scenarios/duel_apart.py --resume   submitted jobs; the server of one is killed, both go on, and their ends
                                                        are compared with those of jobs that nobody killed, bit for bit
 On one Ray cluster with a tiny model: black is an adapter, white trains the full parameters. Prints what each driver was told,
