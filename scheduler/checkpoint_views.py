@@ -41,12 +41,21 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str], poli
         "policy": policy,
         "ref": str(ref_of(job, checkpoint.name, checkpoint.version, policy)),
         "kind": checkpoint.kind,
-        "base_model": job.config["base_model"],
+        "base_model": _base_model(job, policy),
         "step": checkpoint.step,
         "created_at": checkpoint.created_at,
         "bytes": checkpoint.bytes,
         "tags": tags_of(tags, checkpoint),
     }
+
+
+def _base_model(job: Job, policy: str | None) -> str:
+    """That of the server which has the policy. A job of other versions may have a config that this one refuses."""
+    own, servers = str(job.config["base_model"]), job.config.get("servers") or {}
+    if not servers or policy is None:
+        return own
+    server = ((job.config.get("agents") or {}).get(policy) or {}).get("server", policy)
+    return str(servers.get(server, {}).get("base_model") or own)
 
 
 def no_job(job_id: str) -> NotFoundError:
@@ -81,12 +90,13 @@ def resolve_start(ref: CheckpointRef, source: Job, config: JobConfig, storage: S
             f"start_from: job {source.id} has no checkpoint '{versioned(ref.name, ref.version)}'",
             hint=f"it has {', '.join(known[:10])}" if known else "it has none",
         )
-    _check_fit(str(ref_of(source, found.name, found.version, ref.policy)), found, source, config)
+    whole = parse_job(source.config)
+    theirs = whole.parts[whole.server_of(ref.policy)]
+    _check_fit(str(ref_of(source, found.name, found.version, ref.policy)), found, theirs, config)
     return replace(ref, user=source.owner, name=found.name, version=found.version)
 
 
-def _check_fit(name: str, found: Checkpoint, source: Job, config: JobConfig) -> None:
-    theirs = parse_job(source.config)
+def _check_fit(name: str, found: Checkpoint, theirs: JobConfig, config: JobConfig) -> None:
     if theirs.base_model != config.base_model:
         raise ConfigError(
             f"start_from: {name} was trained on the base model '{theirs.base_model}', this job has '{config.base_model}'",

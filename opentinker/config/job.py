@@ -145,6 +145,10 @@ class JobConfig(Config):
         """Those beside its own, by name."""
         return {}
 
+    def server_of(self, policy: str | None) -> str:
+        """Which server has a policy, by the name that its checkpoints have; None is the job's own."""
+        return policy if policy in self.further_servers else ""
+
     def critic_on(self, server: str) -> LoraConfig | None:
         """The adapter of the critic beside the policy that a server beside the job's own begins with."""
         return None
@@ -290,8 +294,8 @@ class RLJobConfig(JobConfig):
         """The agents with policies of their own, server by server, the job's own first. The first on a server, one that learns
         if there is any, has the policy that the server begins with."""
         own = [name for name, agent in self.agents.items() if not (agent.policy or agent.script)]
-        servers = ["", *self.servers]
-        return sorted(own, key=lambda name: (servers.index(self.agents[name].server), self.agents[name].frozen))
+        places = {name: place for place, name in enumerate(["", *self.servers])}
+        return sorted(own, key=lambda name: (places.get(self.agents[name].server, len(places)), self.agents[name].frozen))
 
     @property
     def _as_server(self) -> FurtherServerConfig:
@@ -343,11 +347,15 @@ class RLJobConfig(JobConfig):
             )
         return self
 
+    def server_of(self, policy: str | None) -> str:
+        return self.agents[policy].server if policy in self.agents else ""
+
     def critic_on(self, server: str) -> LoraConfig | None:
-        return self.critic_of(self.first_policy(server))
+        agent = self.first_policy(server)
+        return self.critic_of(agent) if agent in self.agents else None
 
     def first_policy(self, server: str) -> str:
-        return next(name for name in self.policies if self.agents[name].server == server)
+        return next((name for name in self.policies if self.agents[name].server == server), server)
 
     @property
     def further_servers(self) -> Mapping[str, FurtherServerConfig]:

@@ -138,7 +138,7 @@ def _hosted(job: Job) -> dict[str, Any]:
     """
     if not isinstance(job.config, InteractiveJobConfig):
         raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
-    return job.config.model_dump(exclude={"kind", "seed", "head", "critic"})
+    return job.config.model_dump(exclude={"kind", "seed", "head", "critic", "servers"})
 
 
 def _check_critic(job: Job, algorithm: PolicyGradient | None) -> None:
@@ -260,6 +260,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
             RLJobConfig,
             _hosted(job)
             | {
+                "servers": {name: server.model_dump() for name, server in job.config.further_servers.items()},
                 "environment": EnvironmentConfig(name=name, args=environment_args or {}),
                 "agents": {agent: config.model_dump() for agent, config in agents.items()},
                 "algorithm": (algorithm or GRPOConfig()).model_dump(),
