@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import PPOConfig as PPO
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
+    from opentinker.config.arena import ArenaConfig
+    from opentinker.config.coordination import CoordinatorConfig
     from opentinker.config.job import InferenceJobConfig, InteractiveJobConfig, RLJobConfig
+    from opentinker.config.opponents import ChatModelConfig, PoolConfig
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
     from opentinker.config.preference import DPOConfig as DPO
     from opentinker.config.preference import IPOConfig as IPO
@@ -53,11 +56,14 @@ _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
     "opentinker.client.messages": ("AdamParams",),
     "opentinker.client.submitted": ("SubmittedJob",),
+    "opentinker.config.coordination": ("CoordinatorConfig",),
     "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
     "opentinker.config.agents": ("AgentConfig", "TurnsConfig"),
+    "opentinker.config.arena": ("ArenaConfig",),
     "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
     "opentinker.config.resources": ("Resources", "Scheduling"),
     "opentinker.config.rl": ("EvaluationConfig",),
+    "opentinker.config.opponents": ("ChatModelConfig", "PoolConfig"),
     "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
     "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
     "opentinker.config.servers": ("FurtherServerConfig",),
@@ -101,8 +107,11 @@ __all__ = [
     "AgentConfig",
     "AgentProtocol",
     "Alternating",
+    "ArenaConfig",
     "BradleyTerry",
+    "ChatModelConfig",
     "Client",
+    "CoordinatorConfig",
     "CriticConfig",
     "DrGRPO",
     "EngineConfig",
@@ -128,6 +137,7 @@ __all__ = [
     "MultiStepResult",
     "OpenTinkerError",
     "OverlongConfig",
+    "PoolConfig",
     "PreferenceTrainer",
     "RLJobConfig",
     "RLTrainer",

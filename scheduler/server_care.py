@@ -189,6 +189,7 @@ class ServerCare:
             checkpoint_root=str(_checkpoint_root(run_dir, whole.first_policy(server.name) if server.name else "")),
             log_path=str(server_folder(run_dir, server.name) / SERVER_LOG_NAME),
             start_from=self._start_folder(config.start_from),
+            starts={address: self._start_folder(address) for key, address in whole.starts.items() if key != ("start_from",)},
             head=config.policy_head,
             critic=None if config.policy_critic is None else config.policy_critic.model_dump(mode="json"),
             rollout=engines if server.rollout_node_id else None,

@@ -74,6 +74,7 @@ class Client:
         seed: int = 0,
         start_from: str = "",
         servers: Mapping[str, FurtherServerConfig | Mapping[str, Any]] | None = None,
+        checkpoints: Sequence[str] = (),
         start_timeout_s: float = 1800.0,
     ) -> "Job":
         """Submit an interactive job and wait until its server is up. Time in the cluster's queue counts.
@@ -82,7 +83,9 @@ class Client:
         They start together or not at all: `servers={"second": {"base_model": "qwen2.5-0.5b", "lora": None}}`.
 
         `start_from` is the address of a checkpoint whose weights the policy starts from, such as `job-46b60ae170/guess-v1`.
-        `critic` puts one beside the policy, for `PPO`; with head 'scalar' the policy is a reward model.
+        `checkpoints` are the addresses of others that further policies may take their weights from, such as agents' with
+        `AgentConfig(checkpoint=...)`. `critic` puts one beside the policy, for `PPO`; with head 'scalar' the policy is a reward
+        model.
 
         Raises:
             ConfigError: the arguments do not make a job.
@@ -104,6 +107,7 @@ class Client:
             seed=seed,
             start_from=start_from,
             servers=servers,
+            checkpoints=tuple(checkpoints),
         )
         return self._open(config, start_timeout_s)
 

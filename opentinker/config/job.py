@@ -7,9 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from opentinker.config.agents import AgentConfig, TurnsConfig
+from opentinker.config.agents import Address, AgentConfig, TurnsConfig, bound_elsewhere, fields_of
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
+from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import Config, nearest, parse_config
+from opentinker.config.coordination import CoordinatorConfig
 from opentinker.config.preference import (
     BradleyTerryConfig,
     DPOConfig,
@@ -18,6 +20,7 @@ from opentinker.config.preference import (
     PreferenceLoss,
     PreferenceTrainingConfig,
 )
+from opentinker.config.requirements import check_variables
 from opentinker.config.resources import Resources, Scheduling
 from opentinker.config.rl import EvaluationConfig, RLTrainingConfig
 from opentinker.config.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
@@ -40,7 +43,7 @@ from opentinker.config.servers import (
     whole_servers,
 )
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
-from opentinker.config.sinks import Sinks
+from opentinker.config.sinks import Sinks, secrets_of
 from opentinker.errors import ConfigError
 
 
@@ -65,6 +68,19 @@ class JobConfig(Config):
     engine: EngineConfig = EngineConfig()
     resources: Resources = Resources()
     scheduling: Scheduling = Scheduling()
+
+    @property
+    def starts(self) -> dict[tuple[str, ...], str]:
+        """The checkpoints that this config names, by the keys that lead to where it does."""
+        return {("start_from",): self.start_from} if self.start_from else {}
+
+    def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
+        """The adapter that the checkpoint named there has to have; 'any' = that is known only when it is loaded."""
+        return self.lora
+
+    def lora_of_policy(self, policy: str | None) -> LoraConfig | Literal["any"] | None:
+        """The adapter of this job's own policy (None), or of a further one."""
+        return self.lora if policy is None else "any"
 
     @model_validator(mode="after")
     def _can_restart(self) -> "JobConfig":
@@ -147,7 +163,7 @@ class JobConfig(Config):
 
     def server_of(self, policy: str | None) -> str:
         """Which server has a policy, by the name that its checkpoints have; None is the job's own."""
-        return policy if policy in self.further_servers else ""
+        return policy if policy is not None and policy in self.further_servers else ""
 
     def critic_on(self, server: str) -> LoraConfig | None:
         """The adapter of the critic beside the policy that a server beside the job's own begins with."""
@@ -229,6 +245,10 @@ class RLJobConfig(JobConfig):
     servers: Servers = Field(default_factory=dict)
     """With `agents`: servers beside the job's own, by name, for those whose policies need another base model, or a server for
     themselves. All of a job's servers start together or not at all."""
+    coordinator: CoordinatorConfig | None = None
+    """With `agents`: those that are not named here are driven by other processes, which meet at this environment server."""
+    arena: ArenaConfig | None = None
+    """With `agents`: they meet each other, past versions and reference players; None = they do not."""
     sinks: Sinks = ()
     """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
@@ -244,7 +264,7 @@ class RLJobConfig(JobConfig):
         if isinstance(engine, EngineConfig):
             engine = engine.model_dump(include=engine.model_fields_set)
         if isinstance(agents, Mapping) and isinstance(engine, Mapping) and "max_adapters" not in engine:
-            count = policies_on(agents, "")
+            count = policies_on(agents, "") + _arena_places(values.get("arena"), agents)
             if count > 1 and values.get("lora") is None:
                 raise ValueError(no_room(count, ""))
             return {**values, "engine": {**engine, "max_adapters": max(count, 1)}}
@@ -263,8 +283,12 @@ class RLJobConfig(JobConfig):
                 raise ValueError("turns are those of several agents, and there are no agents")
             if self.servers:
                 raise ValueError("servers are for several agents, and there are no agents")
+            if self.coordinator is not None:
+                raise ValueError("coordinator is for agents, and there are none; name those that this job drives")
+            if self.arena is not None:
+                raise ValueError("arena is for several agents, and there are no agents")
             return self
-        if all(agent.policy or agent.script or agent.frozen for agent in self.agents.values()):
+        if not any(agent.learns for agent in self.agents.values()):
             raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
         check_servers(self._as_server, self.servers, self.agents)
         own = self.policies
@@ -272,18 +296,44 @@ class RLJobConfig(JobConfig):
             if agent.policy and agent.policy not in own:
                 what = "plays itself" if agent.policy == name else "is no agent with a policy of its own"
                 raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
-        algorithms = {name: self.algorithm_of(name) for name in self.learners}
+        learning = self.learners
+        for name, pool in ((name, agent.pool) for name, agent in self.agents.items() if agent.pool):
+            if pool.of not in learning:
+                what = "plays itself" if pool.of == name else "is no agent that learns"
+                raise ValueError(f"agents.{name}.pool.of: '{pool.of}' {what}; those are {', '.join(learning)}")
+        if (places := _arena_places(self.arena, self.agents)) and self.servers:
+            raise ValueError("arena.past: past versions meet on one server; with servers, set arena.past to 0")
+        taken = policies_on(self.agents, "")
+        if taken + places > self.engine.max_adapters:
+            raise ValueError(
+                f"arena.past={self.arena and self.arena.past} plays past versions, {places} at a time, and "
+                f"engine.max_adapters={self.engine.max_adapters} has room for the {taken} policies of agents only"
+            )
+        algorithms = {name: self.algorithm_of(name) for name in learning}
         if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
             sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
             raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
+        if (meeting := self.coordinator) is not None and not (meeting.url or "://" in self.environment.name):
+            raise ValueError("coordinator.url is missing: the environment server where the drivers meet")
+        if self.coordinator is not None and self.arena is not None:
+            raise ValueError("arena needs all agents in one process; with a coordinator, compare the checkpoints after the run")
+        resampling = [name for name, algorithm in algorithms.items() if algorithm.max_resamples]
+        if self.coordinator is not None and resampling:
+            raise ValueError(
+                f"agents.{resampling[0]}: algorithm.max_resamples must be 0 with a coordinator: all drivers play the same games"
+            )
         if self.start_from:
-            raise ValueError("start_from is for a job of one agent")
+            raise ValueError("start_from is for a job of one agent; agents have one each")
+        check_variables(
+            {f"agents.{name}.model": agent.model.secrets() for name, agent in self.agents.items() if agent.model}
+            | {"environment": self.environment.secrets, "sinks": secrets_of(self.sinks)}
+        )
         return self
 
     @model_validator(mode="after")
     def _an_agent_is_judged(self) -> "RLJobConfig":
         judged = self.evaluation.agent
-        played = [name for name, agent in self.agents.items() if not agent.script]
+        played = [name for name, agent in self.agents.items() if not agent.elsewhere]
         if judged and judged not in played:
             there = f"policies play {', '.join(played)}" if played else "this job has no agents"
             raise ValueError(f"evaluation.agent: '{judged}' is no agent that a policy plays; {there}")
@@ -293,9 +343,9 @@ class RLJobConfig(JobConfig):
     def policies(self) -> list[str]:
         """The agents with policies of their own, server by server, the job's own first. The first on a server, one that learns
         if there is any, has the policy that the server begins with."""
-        own = [name for name, agent in self.agents.items() if not (agent.policy or agent.script)]
+        own = [name for name, agent in self.agents.items() if not (agent.policy or agent.elsewhere)]
         places = {name: place for place, name in enumerate(["", *self.servers])}
-        return sorted(own, key=lambda name: (places.get(self.agents[name].server, len(places)), self.agents[name].frozen))
+        return sorted(own, key=lambda name: (places.get(self.agents[name].server, len(places)), not self.agents[name].learns))
 
     @property
     def _as_server(self) -> FurtherServerConfig:
@@ -304,9 +354,42 @@ class RLJobConfig(JobConfig):
         )
 
     @property
+    def starts(self) -> dict[tuple[str, ...], str]:
+        named = {
+            ("agents", name, field): address
+            for name, agent in self.agents.items()
+            for field, address in (("checkpoint", agent.checkpoint), ("start_from", agent.start_from))
+            if address
+        }
+        return super().starts | named
+
+    def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
+        return self.lora_of_policy(where[1]) if where[0] == "agents" else self.lora
+
+    def lora_of_policy(self, policy: str | None) -> LoraConfig | Literal["any"] | None:
+        if policy is None:
+            return self.lora
+        return self.lora_of(policy) if policy in self.agents else "any"
+
+    def lora_of(self, agent: str) -> LoraConfig | None:
+        """The adapter of an agent's own policy; None if its server trains full parameters."""
+        server = self.agents[agent].server
+        return self.agents[agent].lora or (self.servers[server].lora if server else self.lora)
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Environment variable of the driver -> name of a secret of the job's owner."""
+        models = [agent.model.secrets() for agent in self.agents.values() if agent.model]
+        return {
+            variable: name
+            for found in (secrets_of(self.sinks), *models, self.environment.secrets)
+            for variable, name in found.items()
+        }
+
+    @property
     def learners(self) -> list[str]:
         """The agents whose own policies learn."""
-        return [name for name in self.policies if not self.agents[name].frozen]
+        return [name for name in self.policies if self.agents[name].learns]
 
     def algorithm_of(self, agent: str) -> AlgorithmConfig:
         """How an agent's own policy learns."""
@@ -441,6 +524,9 @@ class InteractiveJobConfig(JobConfig):
     """The adapter of a critic beside the policy, for PPO; None = no critic."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Tasks, samples and adapter initialisation derive from it."""
+    checkpoints: Annotated[tuple[Address, ...], Field(max_length=100)] = ()
+    """Further checkpoints whose weights policies of this job may take (`PolicyClient.load_weights`), by their addresses, as in
+    `start_from`; such as those that agents of a `MultiAgentTrainer` begin with."""
     servers: Servers = Field(default_factory=dict)
     """Servers beside the job's own, by name, each with a policy of its own. All of them start together or not at all."""
 
@@ -448,6 +534,13 @@ class InteractiveJobConfig(JobConfig):
     @classmethod
     def _servers_are_whole(cls, values: Any) -> Any:
         return whole_servers(values)
+
+    @property
+    def starts(self) -> dict[tuple[str, ...], str]:
+        return super().starts | {("checkpoints", str(place)): address for place, address in enumerate(self.checkpoints)}
+
+    def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
+        return "any" if where[0] == "checkpoints" else self.lora
 
     @model_validator(mode="after")
     def _critic_judges_actions(self) -> "InteractiveJobConfig":
@@ -504,6 +597,16 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
+
+
+def _arena_places(arena: Any, agents: Mapping[str, Any]) -> int:
+    """Adapters beside those of the agents that an arena needs, its config validated or not."""
+    if arena is None:
+        return 0
+    found = arena if isinstance(arena, ArenaConfig) else parse_config(ArenaConfig, arena)
+    fields = [fields_of(agent) for agent in agents.values() if not bound_elsewhere(agent)]
+    learners = [agent for agent in fields if not (agent.get("frozen") or agent.get("checkpoint"))]
+    return 0 if not found.past else 1 if found.seats == "all" else len(learners)
 
 
 def _critic(algorithm: PolicyGradient) -> LoraConfig | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from opentinker.config.agents import AgentConfig, bound_elsewhere
+from opentinker.config.agents import AgentConfig, bound_elsewhere, fields_of, places_of_pool
 from opentinker.config.base import Config
 from opentinker.config.resources import Resources
 from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig, with_whole_gpu
@@ -84,13 +84,18 @@ def _fields(value: Any) -> Any:
 
 
 def policies_on(agents: Mapping[str, Any], server: str) -> int:
-    """How many agents, validated or not, have policies of their own on a server; "" is the job's own."""
+    """How many policies agents, validated or not, have on a server, those of their pools' slots included; "" is the job's
+    own."""
 
-    def there(agent: Any) -> bool:
-        fields = _fields(agent)
-        return ((fields.get("server") or "") if isinstance(fields, Mapping) else "") == server
+    def home(agent: Any) -> str:
+        return str(fields_of(agent).get("server") or "")
 
-    return sum(not bound_elsewhere(agent) and there(agent) for agent in agents.values())
+    def of_pool(agent: Any) -> str:
+        pool = fields_of(agent).get("pool")
+        return str(pool.get("of") if isinstance(pool, Mapping) else getattr(pool, "of", ""))
+
+    own = sum(not bound_elsewhere(agent) and home(agent) == server for agent in agents.values())
+    return own + sum(places_of_pool(agent) for agent in agents.values() if home(agents.get(of_pool(agent))) == server)
 
 
 def no_room(policies: int, server: str) -> str:
@@ -114,30 +119,29 @@ def check_servers(
             raise ValueError(f"agents.{name}.server: no server '{agent.server}' in servers; {there}")
     for server, config in names.items():
         here = [name for name, agent in agents.items() if agent.server == server and not bound_elsewhere(agent)]
-        here.sort(key=lambda name: agents[name].frozen)
-        _check_policies(server, config, {name: agents[name] for name in here})
+        here.sort(key=lambda name: not agents[name].learns)
+        slots = policies_on(agents, server) - len(here)
+        _check_policies(server, config, {name: agents[name] for name in here}, slots)
 
 
-def _check_policies(server: str, config: FurtherServerConfig, agents: Mapping[str, AgentConfig]) -> None:
-    """The first of the agents has the policy that the server begins with."""
+def _check_policies(server: str, config: FurtherServerConfig, agents: Mapping[str, AgentConfig], slots: int) -> None:
+    """The first of the agents has the policy that the server begins with; pools have this many slots there."""
     at, what = (f"servers.{server}.", f"server '{server}'") if server else ("", "the job's own server")
     if not agents and server:
         raise ValueError(f"servers.{server}: no agent has a policy there; agents.NAME.server: {server} gives it one")
     if not agents:
         raise ValueError("agents: none has a policy on the job's own server; leave out the server of one")
     first, *others = agents
-    if config.lora is None and others:
-        raise ValueError(no_room(len(agents), server))
+    if config.lora is None and (others or slots):
+        raise ValueError(no_room(len(agents) + slots, server))
     if config.lora is None and agents[first].lora is not None:
         raise ValueError(f"agents.{first}.lora: {what} trains full parameters; set {at}lora")
     if agents[first].lora not in (None, config.lora):
         whose = "the job's own policy, so that its adapter is the job's" if not server else f"the first policy of {what}"
         raise ValueError(f"agents.{first} has {whose}: set {at}lora")
-    if len(agents) > config.engine.max_adapters:
-        raise ValueError(
-            f"agents have {len(agents)} policies{f' on {what}' if server else ''}, and {at}engine.max_adapters is "
-            f"{config.engine.max_adapters}"
-        )
+    if len(agents) + slots > config.engine.max_adapters:
+        have = f"{len(agents)} policies" + (f" and pools {slots} slots" if slots else "") + (f" on {what}" if server else "")
+        raise ValueError(f"agents have {have}, and {at}engine.max_adapters is {config.engine.max_adapters}")
     for name in others:
         lora = agents[name].lora
         if lora is not None and config.lora is not None and lora.rank > config.lora.rank:
@@ -150,7 +154,9 @@ def server_words(config: Mapping[str, Any], name: str) -> str:
     if not config.get("servers"):
         return ""
     agents = config.get("agents") or {}
-    here = ", ".join(agent for agent in agents if policies_on({agent: agents[agent]}, name))
+    here = ", ".join(
+        agent for agent, fields in agents.items() if not bound_elsewhere(fields) and fields.get("server", "") == name
+    )
     return (f"server '{name}'" if name else "the job's own server") + (f" ({here})" if here else "")
 
 

@@ -1,7 +1,8 @@
 """The driver loop of several agents: games -> each agent's groups -> all updates side by side -> the next games.
 
 Phases are in step: no agent updates before all games of an iteration are over, and no game begins before all updates are
-published. Policies of one run are on one server or several; `Phases` is where learners in other processes will meet.
+published. Policies of one run are on one server or several. With a `Member` other agents are driven by other processes, and the
+phases and games are those of all.
 """
 
 import asyncio
@@ -19,24 +20,28 @@ from opentinker.config.job import RLJobConfig
 from opentinker.config.rollout import SamplingConfig
 from opentinker.config.server import LoraConfig
 from opentinker.env.environment import Environment
-from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
 from opentinker.images import Image
+from opentinker.multiagent.coordination.member import Member, leaving
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
-from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
+from opentinker.multiagent.players import PolicyPlayer, SeatPlayer
 from opentinker.multiagent.runner import GameRunner, Groups, check_players
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rollout.types import Group
 from opentinker.training.agents_watch import AgentsWatch
+from opentinker.training.arena import ARENA_SEED, Arena, Entrant, reference_players
+from opentinker.training.arena_report import arena_files
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.homes import Home, check_alive, find_homes, lost_with
 from opentinker.training.learner import Learned, Learner
 from opentinker.training.loop import EpisodesLoop
+from opentinker.training.meeting import join_run, runners
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
+from opentinker.training.opponents import Opponents, open_pools, take_starts
 from opentinker.training.recorder import Recorder
 from opentinker.training.rl import EVALUATION_TRANSCRIPTS, TrainablePolicy
 from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
@@ -47,7 +52,11 @@ from opentinker.training.transcripts import images_of, pick_transcripts, transcr
 class PlayedPolicy(TrainablePolicy, Protocol):
     """What a run of several agents needs of a `PolicyClient`: it can make others beside itself."""
 
+    policy: str
+
     async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0, critic: LoraConfig | None = None) -> Any: ...
+
+    async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]: ...
 
 
 class AgentsLoop(EpisodesLoop):
@@ -64,6 +73,7 @@ class AgentsLoop(EpisodesLoop):
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        member: Member | None = None,
         homes: Mapping[str, Home] | None = None,
     ) -> None:
         """`homes` are of the agents whose prompts are made otherwise: those whose server has another model."""
@@ -92,20 +102,23 @@ class AgentsLoop(EpisodesLoop):
         watched = player if player in self._learners else ""
         self._watch = AgentsWatch(config.training.stop, config.evaluation, config.learners, watched)
         self._group_size = next(iter(self._learners.values())).algorithm.group_size
-        self._scripts = {
-            name: ScriptedPlayer(load_function(agent.script, base_dir), name)
-            for name, agent in config.agents.items()
-            if agent.script
-        }
+        self._opponents = Opponents(config.agents, base_dir)
         seats = seats_of(environment, config.environment.args)
         if seats is None:
             raise _for_one(environment)
-        make = partial(environment, **config.environment.args)
-        seed = config.training.seed
-        self._runner = GameRunner(make, seats, config.rollout, config.turns, seed)
-        # Evaluation must not reuse training's sampling seeds.
-        self._evaluator = GameRunner(make, seats, config.rollout, config.turns, seed + 2**31)
-        check_players(self._players(), seats.agents)
+        self._member = member
+        self._runner, self._evaluator = runners(config, environment, seats, member)
+        if member is None:
+            check_players(config.agents, seats.agents)
+        self._arena: Arena | None = None
+        if config.arena is not None:
+            # It must not reuse the seeds of training, nor those of evaluation.
+            seed = config.training.seed + ARENA_SEED
+            make = partial(environment, **config.environment.args)
+            games = GameRunner(make, seats, config.rollout, config.turns, seed)
+            references = reference_players(config.arena.references, environment, config.agents, base_dir)
+            draw = partial(self._tasks.standing, seed, config.arena.tasks)
+            self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, self._opponents.fixed, draw)
 
     @classmethod
     async def connect(
@@ -116,26 +129,45 @@ class AgentsLoop(EpisodesLoop):
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        steps: Sequence[int] = (0,),
         servers: Mapping[str, PlayedPolicy] | None = None,
     ) -> "AgentsLoop":
         """A loop on servers that run: makes the policies that are not there yet, asks for the tokenizers and the limits.
-        `policy` is what the job's own server began with, `servers` what its others did.
+        `policy` is what the job's own server began with, `servers` what its others did. Where other processes drive other
+        agents, it joins them; `steps` are those after which it could go on.
 
         Raises:
             ConfigError: the environment is for one agent, or its agents are not those of the config.
+            ConflictError: the drivers of the agents do not agree on something.
             RenderingError: a model has no usable chat template.
         """
         await asyncio.to_thread(check_agents, config, environment)  # it may ask the environment's server
-        policies, homes = await find_homes(config, policy, servers or {})
-        own = homes[config.policies[0]]
-        return cls(config, environment, policies, own.renderer, own.max_model_len, recorder, base_dir, sources, homes)
+        member = await join_run(config, environment, steps)
+        async with leaving(member):
+            policies, homes = await find_homes(config, policy, servers or {})
+            await take_starts(config.agents, policies)
+            own = homes[config.policies[0]]
+            loop = cls(
+                config, environment, policies, own.renderer, own.max_model_len, recorder, base_dir, sources, member, homes
+            )
+            loop._opponents.pools = await open_pools(config, policies, lambda agent: partial(loop._plays, agent=agent))
+            if member is not None:
+                loop.steps_done = await member.started()
+            return loop
 
     async def resume(self, step: int) -> None:
-        """Go on after the checkpoints of `step`; 0 needs none.
+        """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none.
 
         Raises:
             CheckpointError: a part of one is missing, corrupt, or of another run.
         """
+        async with leaving(self._member):
+            if self._member is not None and self.steps_done != step:
+                step = self.steps_done
+                self._recorder.take_back(step)
+            await self._resume(step)
+
+    async def _resume(self, step: int) -> None:
         self.steps_done = step
         self.phases = PhaseBarrier(list(self._policies), start=Moment(step, Phase.ROLLOUT))
         if not step:
@@ -146,13 +178,27 @@ class AgentsLoop(EpisodesLoop):
             self._task_position, self._evaluated_at = state.task_position, state.evaluated_at
             self._fruitless, self._stopping.stopped = state.fruitless, state.stopped
             self._stopping.reductions |= state.agents.get("reductions", {})
+            self._opponents.restore(state.agents.get("pools", {}))
             self._watch.restore(state.watch)
-            for row in state.later(self._recorder.rows):
+            later = state.later(self._recorder.rows)
+            if self._arena is not None:
+                self._arena.restore(state.agents.get("arena", {}), later)
+            for row in later:
                 self._watch.row(row)
                 if row["kind"] == "agents_evaluation":
                     self._evaluated_at = row["step"]
                 elif row["kind"] == "stopping":
                     self._stopping.heard(row)
+
+    async def run(self, steps: int) -> None:
+        """As every loop's. What ends it is what the drivers of other agents are told, if there are any.
+
+        Raises:
+            AgentLostError: another driver is lost.
+            EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
+        """
+        async with leaving(self._member):
+            await super().run(steps)
 
     async def step(self) -> Row:
         """One iteration: all games, then all updates."""
@@ -162,20 +208,23 @@ class AgentsLoop(EpisodesLoop):
         groups: Groups = {}
 
         async def play(tasks: Sequence[Any], first_index: int) -> None:
-            found = await self._runner.run(self._players(), tasks, self._group_size, number, first_index=first_index)
+            players = self._players() | await self._opponents.drawn(number, len(tasks), first_index)
+            found = await self._runner.run(players, tasks, self._group_size, number, first_index=first_index)
             for agent, of_agent in found.items():
                 groups.setdefault(agent, []).extend(of_agent)
 
         rounds = max(learner.algorithm.max_resamples for learner in self._learners.values())
         position = await self._collect(rounds, play, lambda round_: self._missing(groups, round_))
         sampled = time.monotonic()
-        self._finish(moment)
+        await self._finish(moment)
         await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
         assert all(self.phases.may(name, moment.next) for name in self._policies), "no update before all games are over"
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
         learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
         ended = time.monotonic()
-        self._finish(moment.next)
+        pools = self._opponents.record(groups, list(self._learners))
+        await self._opponents.after(number)
+        await self._finish(moment.next)
         self._task_position = position
         rows = {
             name: step_row(
@@ -189,7 +238,7 @@ class AgentsLoop(EpisodesLoop):
             )
             for name, result in learned.items()
         }
-        row = agents_row("agents_step", number, rows, task_position=self._task_position, step_s=ended - started)
+        row = agents_row("agents_step", number, rows, task_position=self._task_position, step_s=ended - started, **pools)
         self._recorder.row(row)
         for name, of_agent in groups.items():
             for episode in pick_transcripts(of_agent, config.training.transcripts_per_step):
@@ -216,6 +265,7 @@ class AgentsLoop(EpisodesLoop):
             return None
         started, evaluation = time.monotonic(), self.config.evaluation
         players = self._players(evaluation.temperature)
+        players |= await self._opponents.reference(len(tasks), evaluation.temperature, self.steps_done)
         groups = await self._evaluator.run(players, tasks, evaluation.samples_per_task, self.steps_done)
         rows: dict[str, Row] = {}
         for name, of_agent in groups.items():
@@ -250,20 +300,30 @@ class AgentsLoop(EpisodesLoop):
             fruitless=self._fruitless,
             stopped=self.stopped,
             watch=self._watch.state(),
-            agents={"reductions": self._stopping.reductions},
+            agents={
+                "reductions": self._stopping.reductions,
+                "pools": self._opponents.to_json(),
+                **({} if self._arena is None else {"arena": self._arena.state()}),
+            },
             config=self.config.model_dump(mode="json"),
         ).to_json()
         keep_last = kept(self.config.training, name)
         own, *others = self._policies.values()
-        # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before.
+        # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before. So does
+        # one whose other drivers die before theirs are.
         spare = None if keep_last is None else keep_last + 1
         await asyncio.gather(*(policy.save(name, driver=state, keep_last=spare) for policy in others))
-        return await own.save(name, driver=state, keep_last=keep_last)
+        return await own.save(name, driver=state, keep_last=keep_last if self._member is None else spare)
 
     async def close(self) -> None:
-        """End what the environments left running."""
+        """End what the environments left running, and leave the others, if there are any elsewhere."""
+        if self._member is not None:
+            await self._member.leave()
         await self._runner.close()
         await self._evaluator.close()
+        await self._opponents.close()
+        if self._arena is not None:
+            await self._arena.close()
 
     async def _update(self, name: str, groups: Groups, optimizer: AdamParams, step: int) -> Learned:
         try:
@@ -285,30 +345,44 @@ class AgentsLoop(EpisodesLoop):
         scale = self._stopping.scale(name)
         return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step, scale)
 
-    def _finish(self, moment: Moment) -> None:
+    async def _finish(self, moment: Moment) -> None:
+        """All policies here have finished a phase; wait for those elsewhere."""
         for name in self._policies:
             self.phases.finish(name, moment, time.monotonic())
+        if self._member is not None:
+            await self._member.finish(moment)
 
     async def _check_server(self) -> None:
         await check_alive(self.config, self._policies)
 
-    def _players(self, temperature: float | None = None) -> dict[str, Player]:
-        """Who plays which seat; with the temperature of an evaluation, if it is one."""
-        return {
-            name: self._scripts[name] if agent.script else self._player(agent.policy or name, temperature)
-            for name, agent in self.config.agents.items()
-        }
+    def _players(self, temperature: float | None = None) -> dict[str, SeatPlayer]:
+        """Who plays which seat, but for those of past versions; with the temperature of an evaluation, if it is one."""
+        seats = self.config.agents.items()
+        own = {name: self._player(agent.policy or name, temperature) for name, agent in seats if not agent.elsewhere}
+        return {**own, **self._opponents.fixed}
 
     def _player(self, name: str, temperature: float | None) -> PolicyPlayer:
-        sampling = _sampling(self.config, name)
+        trains = self.config.agents[name].learns
+        return self._plays(self._policies[name], _sampling(self.config, name), temperature, trains=trains, agent=name)
+
+    def _plays(
+        self,
+        policy: TrainablePolicy,
+        sampling: SamplingConfig,
+        temperature: float | None,
+        *,
+        agent: str,
+        trains: bool = False,
+    ) -> PolicyPlayer:
+        """A player with a policy on the server of this agent's."""
         if temperature is not None:
             sampling = sampling.model_copy(update={"temperature": temperature})
-        home = self._homes.get(name) or Home(self._renderer, self._max_model_len)
+        home = self._homes.get(agent) or Home(self._renderer, self._max_model_len)
         params = SamplingParams(**sampling.model_dump(), stop_token_ids=home.renderer.stop_token_ids)
-        policy, deadline_s = self._policies[name], self.config.rollout.generation_timeout_s
+        deadline_s = self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
-            with lost_with(self.config, name):
+            with lost_with(self.config, agent):
                 return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
 
         async def upload(images: Sequence[Image]) -> Mapping[str, ImageChunk]:
@@ -319,8 +393,36 @@ class AgentsLoop(EpisodesLoop):
                 )
             return await policy.upload([image.data for image in images])
 
-        trains = not self.config.agents[name].frozen
         return PolicyPlayer(home.renderer, generate, params, home.max_model_len, upload, trains)
+
+    async def _compare(self, *, ends: bool = False) -> None:
+        step, arena = self.steps_done, self._arena
+        if arena is not None and arena.due(step, ends=ends):
+            self._recorder.row(await arena.meet(step))
+            self._recorder.files(arena_files(self._recorder.rows))
+
+    def _entrants(self) -> list[Entrant]:
+        """The policies that others are compared with; where past versions of one play, it plays itself."""
+        pools: dict[str, list[str]] = {}
+        for seat, agent in self.config.agents.items():
+            if agent.pool is not None:
+                pools.setdefault(agent.pool.of, []).append(seat)
+        return [
+            Entrant(
+                name,
+                policy,
+                tuple(dict.fromkeys([*self._seats_of(name), *pools.get(name, ())])),
+                partial(
+                    self._plays,
+                    sampling=_sampling(self.config, name),
+                    temperature=self.config.evaluation.temperature,
+                    agent=name,
+                ),
+                self.config.lora_of(name),
+                past=name in self._learners,
+            )
+            for name, policy in self._policies.items()
+        ]
 
 
 def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
@@ -336,10 +438,12 @@ def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
     if seats is None:
         raise _for_one(environment)
     there = ", ".join(seats.agents)
-    if missing := [name for name in seats.agents if name not in config.agents]:
+    missing = [name for name in seats.agents if name not in config.agents]
+    if missing and config.coordinator is None:
         raise ConfigError(
             f"agents: nobody plays '{missing[0]}' of {environment.__name__}",
-            hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own",
+            hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own, and with `coordinator` "
+            "another process may drive it",
         )
     if unknown := [name for name in config.agents if name not in seats.agents]:
         raise ConfigError(f"agents: {environment.__name__} has no agent '{unknown[0]}'", hint=f"its agents are {there}")

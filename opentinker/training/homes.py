@@ -51,11 +51,9 @@ async def find_homes(
         if host not in policies.values():
             policies[name] = host
             continue
-        lora = agent.lora or (config.servers[agent.server].lora if agent.server else config.lora)
+        seed, critic = config.training.seed + place, config.critic_of(name)
         with _named(agent.server):
-            policies[name] = await host.create_policy(
-                lora, name=name, seed=config.training.seed + place, critic=config.critic_of(name)
-            )
+            policies[name] = await host.create_policy(config.lora_of(name), name=name, seed=seed, critic=critic)
     asked = {config.agents[name].server for name in policies}
     found = dict(zip(asked, await asyncio.gather(*(_home(name, hosts[name]) for name in asked)), strict=True))
     return policies, {name: found[config.agents[name].server] for name in policies}

@@ -67,6 +67,12 @@ class Recorder:
         for listener in self._listeners:
             listener(row)
 
+    def take_back(self, step: int) -> None:
+        """The run goes on after an earlier step: what came later no longer counts."""
+        self.rows = standing_rows(self.rows, step)
+        self._transcripts = [row for row in self._transcripts if row["step"] <= step]
+        self.row({"kind": "resumed", "step": step})
+
     def transcript(self, row: dict[str, Any], images: Sequence[Image] = ()) -> None:
         """A sample episode; its images get files of their own."""
         for image in images:
@@ -76,6 +82,11 @@ class Recorder:
                 path.write_bytes(image.data)
         self._transcripts.append(row)
         self._append("transcripts.jsonl", row)
+
+    def files(self, texts: Mapping[str, str]) -> None:
+        """Write files of the run, by name, in place of what they held."""
+        for name, text in texts.items():
+            (self.folder / name).write_text(text, encoding="utf-8")
 
     def finish(self, *, wall_s: float, checkpoint: str | None) -> dict[str, Any]:
         """Write the summary and the report; the summary. May be called again after more rows."""

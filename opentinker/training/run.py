@@ -83,7 +83,8 @@ def run_rl_job(
         further = {name: PolicyClient(**access) for name, access in (servers or {}).items()}
 
         def connect_agents(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
-            return AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further)
+            saved = agents_run.steps_saved or (0,)
+            return AgentsLoop.connect(job, environment, client, recorder, base_dir, steps=saved, servers=further)
 
         steps, folder = job.training.steps, Path(run_dir)
         agents_run = _Run(job, steps, folder, listeners, resume, summarize_agents, render_agents_report)
@@ -170,7 +171,9 @@ class _Run:
             logger.info(row_line(row, steps))
 
         self._steps = steps
-        self._step = last_checkpoint(folder) if resume else None
+        self.steps_saved = saved_steps(folder) if resume else []
+        """Those after which the run could go on."""
+        self._step = max(self.steps_saved, default=None)
         resume_at = None if not resume else -1 if self._step is None else self._step
         fields = job.model_dump(mode="json")
         asked = getattr(job, "sinks", ())
@@ -216,8 +219,13 @@ class _Run:
 
 def last_checkpoint(run_dir: Path) -> int | None:
     """The last step of which the run has a checkpoint; None if it has none. A checkpoint is whole or not there."""
+    return max(saved_steps(run_dir), default=None)
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of which the run has a checkpoint."""
     names = {name for name, _ in folders(run_dir / "checkpoints") if name.startswith("step-")}
-    return max((int(step) for name in names if (step := name.removeprefix("step-")).isdigit()), default=None)
+    return [int(step) for name in names if (step := name.removeprefix("step-")).isdigit()]
 
 
 def check_no_secrets(job: RLJobConfig) -> None:
