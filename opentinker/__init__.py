@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from opentinker.client.client import Client, Job
     from opentinker.client.messages import AdamParams
     from opentinker.client.submitted import SubmittedJob
-    from opentinker.config.agents import TurnsConfig
+    from opentinker.config.agents import AgentConfig, TurnsConfig
     from opentinker.config.algorithms import CISPOConfig as CISPO
     from opentinker.config.algorithms import CriticConfig, KLConfig, MismatchConfig, OverlongConfig
     from opentinker.config.algorithms import DAPOConfig as DAPO
@@ -20,23 +20,18 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import PPOConfig as PPO
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
-    from opentinker.config.job import (
-        AgentConfig,
-        EngineConfig,
-        EvaluationConfig,
-        InferenceJobConfig,
-        InteractiveJobConfig,
-        LoraConfig,
-        Resources,
-        RLJobConfig,
-        RolloutConfig,
-        SamplingConfig,
-        Scheduling,
-        TrainerConfig,
-    )
+    from opentinker.config.arena import ArenaConfig
+    from opentinker.config.coordination import CoordinatorConfig
+    from opentinker.config.job import InferenceJobConfig, InteractiveJobConfig, RLJobConfig
+    from opentinker.config.opponents import ChatModelConfig, PoolConfig
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
     from opentinker.config.preference import DPOConfig as DPO
     from opentinker.config.preference import IPOConfig as IPO
+    from opentinker.config.resources import Resources, Scheduling
+    from opentinker.config.rl import EvaluationConfig
+    from opentinker.config.rollout import RolloutConfig, SamplingConfig
+    from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig
+    from opentinker.config.servers import FurtherServerConfig
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
     from opentinker.env.remote import RemoteEnvironment, remote_environment
@@ -61,22 +56,17 @@ _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
     "opentinker.client.messages": ("AdamParams",),
     "opentinker.client.submitted": ("SubmittedJob",),
+    "opentinker.config.coordination": ("CoordinatorConfig",),
     "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
-    "opentinker.config.agents": ("TurnsConfig",),
-    "opentinker.config.job": (
-        "AgentConfig",
-        "EngineConfig",
-        "EvaluationConfig",
-        "InferenceJobConfig",
-        "InteractiveJobConfig",
-        "LoraConfig",
-        "RLJobConfig",
-        "Resources",
-        "RolloutConfig",
-        "SamplingConfig",
-        "Scheduling",
-        "TrainerConfig",
-    ),
+    "opentinker.config.agents": ("AgentConfig", "TurnsConfig"),
+    "opentinker.config.arena": ("ArenaConfig",),
+    "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
+    "opentinker.config.resources": ("Resources", "Scheduling"),
+    "opentinker.config.rl": ("EvaluationConfig",),
+    "opentinker.config.opponents": ("ChatModelConfig", "PoolConfig"),
+    "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
+    "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
+    "opentinker.config.servers": ("FurtherServerConfig",),
     "opentinker.env.datasets": ("load_tasks",),
     "opentinker.env.environment": ("Action", "Environment", "Message", "StepResult"),
     "opentinker.env.remote": ("RemoteEnvironment", "remote_environment"),
@@ -117,8 +107,11 @@ __all__ = [
     "AgentConfig",
     "AgentProtocol",
     "Alternating",
+    "ArenaConfig",
     "BradleyTerry",
+    "ChatModelConfig",
     "Client",
+    "CoordinatorConfig",
     "CriticConfig",
     "DrGRPO",
     "EngineConfig",
@@ -126,6 +119,7 @@ __all__ = [
     "EnvironmentChooses",
     "EvaluationConfig",
     "Free",
+    "FurtherServerConfig",
     "GeneratedTasks",
     "Image",
     "InferenceJobConfig",
@@ -143,6 +137,7 @@ __all__ = [
     "MultiStepResult",
     "OpenTinkerError",
     "OverlongConfig",
+    "PoolConfig",
     "PreferenceTrainer",
     "RLJobConfig",
     "RLTrainer",

@@ -17,25 +17,28 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _NAMED = re.compile(rf"({NAME})(?:@(\d{{1,12}}))?")
-_REF = re.compile(rf"(?:([a-z0-9][a-z0-9._-]{{0,62}})/)?(job-[0-9a-f]+)/({NAME})(?:@(\d{{1,12}}))?")
+_REF = re.compile(rf"(?:([a-z0-9][a-z0-9._-]{{0,62}})/)?(job-[0-9a-f]+)/(?:({NAME})/)?({NAME})(?:@(\d{{1,12}}))?")
 
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """`user/job/name@version`; the parts that may be left out are None."""
+    """`user/job/policy/name@version`; the parts that may be left out are None. `policy` is that of a further policy of the job,
+    such as an agent's; None: the job's own."""
 
     user: str | None
     job: str
     name: str
     version: int | None
+    policy: str | None = None
 
     def __str__(self) -> str:
-        return (f"{self.user}/" if self.user else "") + f"{self.job}/{versioned(self.name, self.version)}"
+        parts = (self.user, self.job, self.policy, versioned(self.name, self.version))
+        return "/".join(part for part in parts if part)
 
     def may_mean(self, other: "CheckpointRef") -> bool:
         """Whether this one, which may say less, is a way to write `other`."""
         return (
-            (self.job, self.name) == (other.job, other.name)
+            (self.job, self.policy, self.name) == (other.job, other.policy, other.name)
             and self.user in (None, other.user)
             and self.version in (None, other.version)
         )
@@ -57,15 +60,20 @@ class Checkpoint:
 
 
 def parse_ref(text: str) -> CheckpointRef:
-    """Raises: ConfigError when it is not of the form user/job/name@version."""
+    """Raises: ConfigError when it is not of the form user/job/policy/name@version."""
     match = _REF.fullmatch(text)
     if match is None:
         raise ConfigError(
             f"{text!r} is not a checkpoint's address",
             hint="user/job/name@version, such as job-46b60ae170/final; `opentinker checkpoints` lists them",
         )
-    user, job, name, version = match.groups()
-    return CheckpointRef(user, job, name, None if version is None else int(version))
+    user, job, policy, name, version = match.groups()
+    return CheckpointRef(user, job, name, None if version is None else int(version), policy)
+
+
+def policy_root(root: Path, policy: str | None) -> Path:
+    """Where the checkpoints of a job's further policy are, below those of its own (None)."""
+    return root if policy is None else root / "policies" / policy
 
 
 def parse_name(text: Any) -> tuple[str, int | None]:

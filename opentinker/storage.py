@@ -14,7 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from opentinker.checkpoints import MANIFEST, STATE, Checkpoint, checkpoint_of, checkpoints, newest_first, parse_folder
+from opentinker.checkpoints import (
+    MANIFEST,
+    STATE,
+    Checkpoint,
+    checkpoint_of,
+    checkpoints,
+    newest_first,
+    parse_folder,
+    policy_root,
+)
 from opentinker.errors import ConfigError, OpenTinkerError, UnavailableError
 from opentinker.images import IMAGES_FOLDER
 
@@ -74,6 +83,16 @@ class Storage:
         with self._asking():
             self._fs.invalidate_cache()
             return [folder / str(name).rpartition("/")[2] for name in self._fs.find(self._key(folder), maxdepth=1)]
+
+    def subfolders(self, folder: Path) -> set[str]:
+        """What the folders are called that are there in a folder."""
+        with self._asking():
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._key(folder), detail=True)
+            except FileNotFoundError:
+                return set()
+            return {str(each["name"]).rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory"}
 
     def put_folder(self, folder: Path, *, last: str = "") -> None:
         """Copy a folder's files there. The one called `last` is removed first and copied last: a reader who finds it finds
@@ -205,6 +224,15 @@ def all_checkpoints(root: Path, storage: Storage | None) -> list[Checkpoint]:
         return here
     known = {(c.name, c.version) for c in here}
     return newest_first([*here, *(c for c in storage.checkpoints(root) if (c.name, c.version) not in known)])
+
+
+def further_policies(root: Path, storage: Storage | None) -> list[str]:
+    """The policies that have checkpoints below those of a job's own policy, on this node or in the storage."""
+    folder = policy_root(root, "any").parent
+    found = {path.name for path in folder.glob("*") if path.is_dir()}
+    if storage is not None and storage.covers(folder):
+        found |= storage.subfolders(folder)
+    return sorted(name for name in found if not name.startswith("."))
 
 
 class Mirror:

@@ -1,4 +1,6 @@
-"""The API's routes that change a job's checkpoints. They take no body, so that nothing is told of another user's job."""
+"""The API's routes that change a job's checkpoints. They take no body, so that nothing is told of another user's job. `policy`
+is the further policy of the job that a checkpoint is of; without it, it is of the job's own.
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -6,6 +8,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from opentinker.checkpoint_names import joined_policy
 from opentinker.scheduler import views
 from opentinker.scheduler.user_api import caller_of
 from opentinker.scheduler.users import Caller
@@ -21,16 +24,19 @@ def add_checkpoint_routes(app: FastAPI, scheduler: HasCheckpoints, changing: Cal
     """Add them to the scheduler's API; `changing` gives the owner to change a job as."""
 
     @app.put("/v1/jobs/{job_id}/checkpoints/{name}/tags/{tag}", response_model=views.CheckpointView)
-    async def tag(request: Request, job_id: str, name: str, tag: str) -> JSONResponse:
+    async def tag(request: Request, job_id: str, name: str, tag: str, policy: str | None = None) -> JSONResponse:
         owner = await changing(request, job_id)
-        return JSONResponse(await scheduler.tag_checkpoint(owner, job_id, name, tag, caller_of(request)))
+        named = joined_policy(policy, name)
+        return JSONResponse(await scheduler.tag_checkpoint(owner, job_id, named, tag, caller_of(request)))
 
     @app.delete("/v1/jobs/{job_id}/tags/{tag}", status_code=204)
-    async def untag(request: Request, job_id: str, tag: str) -> Response:
-        await scheduler.untag_checkpoint(await changing(request, job_id), job_id, tag, caller_of(request))
+    async def untag(request: Request, job_id: str, tag: str, policy: str | None = None) -> Response:
+        owner = await changing(request, job_id)
+        await scheduler.untag_checkpoint(owner, job_id, joined_policy(policy, tag), caller_of(request))
         return Response(status_code=204)
 
     @app.delete("/v1/jobs/{job_id}/checkpoints/{name}", status_code=204)
-    async def delete(request: Request, job_id: str, name: str) -> Response:
-        await scheduler.delete_checkpoint(await changing(request, job_id), job_id, name, caller_of(request))
+    async def delete(request: Request, job_id: str, name: str, policy: str | None = None) -> Response:
+        owner = await changing(request, job_id)
+        await scheduler.delete_checkpoint(owner, job_id, joined_policy(policy, name), caller_of(request))
         return Response(status_code=204)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from opentinker.config.job import Resources, ServerConfig
+from opentinker.config.resources import Resources
+from opentinker.config.server import ServerConfig
 from opentinker.errors import ConfigError
 from opentinker.scheduler.settings import NodeType
 

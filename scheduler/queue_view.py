@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from opentinker.config.base import parse_config
-from opentinker.config.job import KINDS, Scheduling
+from opentinker.config.job import KINDS
+from opentinker.config.resources import Scheduling
 from opentinker.errors import ConfigError
 from opentinker.scheduler.fairshare import UsageLedger, cost_of
-from opentinker.scheduler.layouts import bundles
+from opentinker.scheduler.layouts import whole
 from opentinker.scheduler.placement import Demand
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import Policy
@@ -87,7 +88,7 @@ class QueueView:
         return JobView(
             id=row.id,
             state=row.state,
-            request=bundles(row),
+            request=whole(row),
             lease_expires_at=row.lease_expires_at,
             owner=row.owner,
             priority=scheduling.priority,

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from opentinker.config.base import Config
-from opentinker.config.job import Seconds
+from opentinker.config.base import Config, Seconds
 
 MIN_SHARE = 1e-3
 """Smallest share of an owner: shares are divided by each other."""

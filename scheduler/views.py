@@ -46,6 +46,8 @@ class JobView(_View):
     """Null for jobs without a lease."""
     run_dir: str
     server: ServerView | None
+    servers: dict[str, ServerView]
+    """Those beside its own, by name; the token tells them apart behind `proxy`."""
 
 
 class JobPage(_View):
@@ -75,8 +77,10 @@ class CheckpointView(_View):
     name: str
     version: int | None
     """The policy's, when it was saved; null for those of older releases."""
+    policy: str | None
+    """The further policy that it is of; null: the job's own."""
     ref: str
-    """user/job/name@version: what `start_from` takes."""
+    """user/job/name@version, or user/job/policy/name@version: what `start_from` takes."""
     kind: str
     """full or lora."""
     base_model: str

@@ -14,7 +14,7 @@ from typing import Any
 from opentinker.client.messages import IntArray, PolicySpec, validate
 from opentinker.client.wire import pack
 from opentinker.config.base import parse_config
-from opentinker.config.job import LoraConfig, ServerConfig
+from opentinker.config.server import EngineConfig, LoraConfig, ServerConfig
 from opentinker.errors import DeadlineError, NotFoundError, OpenTinkerError, ServerLostError, from_problem
 from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group
@@ -85,9 +85,7 @@ class WorkerProcess:
         if storage is not None:
             self._follow(storage)
         model_dir = resolve_model(self._config.base_model)
-        connect = (
-            None if self._engine is None else partial(_connected, self._engine, timeout_s, self._config.engine.bucket_mib << 20)
-        )
+        connect = None if self._engine is None else partial(_connected, self._engine, timeout_s, self._config.engine)
         self._worker = Worker(
             lambda: replace(load_parts(model_dir, self._config, self._lora, self._checkpoint_root, connect), storage=storage)
         )
@@ -132,13 +130,21 @@ class WorkerProcess:
                 self._mirror.close()
 
 
-def _connected(handle: Any, timeout_s: float, bucket_bytes: int, images: Any) -> Any:
+def _connected(handle: Any, timeout_s: float, config: EngineConfig, images: Any) -> Any:
     """The engine in the actor, when it has loaded."""
     from opentinker.server.engine.links import RayLink
     from opentinker.server.engine.remote import RemoteEngine
+    from opentinker.server.loading import device
 
     link = RayLink(handle)
-    return RemoteEngine(link, link.start(timeout_s), images=images, bucket_bytes=bucket_bytes)
+    return RemoteEngine(
+        link,
+        link.start(timeout_s),
+        images=images,
+        bucket_bytes=config.bucket_mib << 20,
+        device=device(),
+        weight_carrier=config.weight_carrier,
+    )
 
 
 class FrontProcess:
@@ -152,13 +158,14 @@ class FrontProcess:
         job_id: str,
         log_path: str,
         storage: Mapping[str, str] | None = None,
+        starts: Mapping[str, str] | None = None,
     ) -> None:
         """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token; `log_path` and `storage` as the
-        worker's."""
+        worker's; `starts` is address -> folder of other jobs' checkpoints that policies may load."""
         own_process_group()
         bring_log(storage, Path(log_path))  # the worker tells if it could not be brought
         write_to(Path(log_path), job=job_id, process="front")
-        app = create_app(RayWorker(worker_handle), tokens)
+        app = create_app(RayWorker(worker_handle), tokens, starts=starts)
         self._front: Front = app.state.front
         self._listener = Listener(app, host)
         self._starting = asyncio.Lock()

@@ -17,8 +17,9 @@ NONCE_BYTES = 32
 class Payload(Protocol):
     """How a receiver gets at a bucket's bytes. It crosses between processes."""
 
-    def open(self) -> torch.Tensor:
-        """The bytes, uint8[n]; they may change once the bucket was acknowledged.
+    def open(self, rank: int = 0) -> torch.Tensor:
+        """The bytes, uint8[n], for an engine rank; they may change once the bucket was acknowledged. To be called by every
+        rank, once for each bucket: some are brought to all at a time.
 
         Raises:
             WeightSyncError: they cannot be reached from here.
@@ -35,6 +36,10 @@ class Carrier(Protocol):
 
     def payload(self, nbytes: int) -> Payload:
         """What the receivers are sent for the first `nbytes`."""
+        ...
+
+    def deliver(self, nbytes: int) -> None:
+        """Bring these to receivers that do not fetch them; they have been sent the payload."""
         ...
 
     def close(self) -> None:
@@ -54,7 +59,7 @@ class SharedPayload:
         self._path = path
         self._nbytes = nbytes
 
-    def open(self) -> torch.Tensor:
+    def open(self, rank: int = 0) -> torch.Tensor:
         if not self._nbytes:
             return torch.empty(0, dtype=torch.uint8)
         try:
@@ -84,6 +89,9 @@ class SharedCarrier:
     def payload(self, nbytes: int) -> SharedPayload:
         return SharedPayload(f"/proc/{os.getpid()}/fd/{self._fd}", nbytes)
 
+    def deliver(self, nbytes: int) -> None:
+        """They map it."""
+
     def close(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         if self._fd >= 0:
@@ -97,7 +105,7 @@ class InlinePayload:
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
         self._data = data
 
-    def open(self) -> torch.Tensor:
+    def open(self, rank: int = 0) -> torch.Tensor:
         # What Ray hands out is read-only, which torch has no word for.
         return torch.from_numpy(self._data if self._data.flags.writeable else self._data.copy())
 
@@ -116,6 +124,9 @@ class InlineCarrier:
     def payload(self, nbytes: int) -> InlinePayload:
         return InlinePayload(self._memory[:nbytes].numpy())
 
+    def deliver(self, nbytes: int) -> None:
+        """They have it."""
+
     def close(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -123,24 +134,29 @@ class InlineCarrier:
 class Probe:
     """Finds out whether another process reaches this one's memory: it has to read there what only this one knows."""
 
-    def __init__(self) -> None:
-        self._carrier = SharedCarrier()
+    def __init__(self, carrier: Carrier | None = None) -> None:
+        """`carrier` is where that is put, by default `SharedCarrier`; it is closed with the probe."""
+        self._carrier = SharedCarrier() if carrier is None else carrier
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._carrier.room(NONCE_BYTES).copy_(torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8))
 
     @property
-    def payload(self) -> SharedPayload:
+    def payload(self) -> Payload:
         return self._carrier.payload(NONCE_BYTES)
 
-    def is_answer(self, seen: bytes) -> bool:
-        """Whether that is what `read_probe` gives where the memory is reached; closes the probe."""
+    def is_answer(self, *seen: bytes) -> bool:
+        """Whether that is what `read_probe` gives where the memory is reached, of every receiver; closes the probe."""
+        self.close()
+        return all(each == self._nonce for each in seen)
+
+    def close(self) -> None:
+        """Give the memory back; idempotent."""
         self._carrier.close()
-        return seen == self._nonce
 
 
-def read_probe(payload: Payload) -> bytes:
+def read_probe(payload: Payload, rank: int = 0) -> bytes:
     """What is read of a probe in the receiver's process; empty where its memory is out of reach."""
     try:
-        return bytes(payload.open().numpy().tobytes())
+        return bytes(payload.open(rank).cpu().numpy().tobytes())
     except WeightSyncError:
         return b""

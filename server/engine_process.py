@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.config.base import parse_config
-from opentinker.config.job import LoraConfig, ServerConfig
+from opentinker.config.server import LoraConfig, ServerConfig
 from opentinker.logfile import write_to
 from opentinker.process_group import own_process_group
 from opentinker.server.moved import bring_log

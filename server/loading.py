@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from opentinker.config.job import LoraConfig, ServerConfig, TrainerConfig
-from opentinker.errors import ConfigError
+from opentinker.config.server import LoraConfig, ServerConfig, TrainerConfig
 from opentinker.server.engine.base import RolloutEngine
 from opentinker.server.engine.host import BucketEngine, HostedEngine
 from opentinker.server.engine.remote import RemoteEngine
@@ -93,11 +92,7 @@ def load_parts(
 def _load_trainer(model_dir: Path, config: TrainerConfig, images: ImageStore | None) -> TorchTrainer:
     if config.ranks == 1:
         return TorchTrainer(model_dir, config, device=device(), images=images)
-    if images is not None:
-        raise ConfigError(
-            f"trainer.ranks={config.ranks}: a vision-language model is trained on one rank", hint="set trainer.ranks=1"
-        )
-    return LeadTrainer(model_dir, config, device=device())
+    return LeadTrainer(model_dir, config, device=device(), images=images)
 
 
 def server_info(model_dir: Path, config: ServerConfig, parts: Parts) -> dict[str, Any]:

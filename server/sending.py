@@ -86,6 +86,7 @@ class BucketSender:
         carrier = self._free.popleft()
         self._ledger.send(bucket)
         self._under_way.append(_Sent(bucket, self._take(bucket, carrier.payload(bucket.nbytes)), carrier))
+        carrier.deliver(bucket.nbytes)
 
     def _settle(self) -> None:
         """Wait for the oldest bucket under way."""

@@ -28,7 +28,7 @@ from opentinker.client.messages import (
     TokenScore,
     as_chunks,
 )
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import ImageMissingError, from_problem
 
 POLL_S = 20.0
@@ -63,10 +63,17 @@ class PolicyClient:
         self._created: dict[str, PolicyClient] = {}
 
     async def create_policy(
-        self, lora: LoraConfig, *, name: str = "", seed: int = 0, deadline_s: float = COMMAND_DEADLINE_S
+        self,
+        lora: LoraConfig,
+        *,
+        name: str = "",
+        seed: int = 0,
+        critic: LoraConfig | None = None,
+        deadline_s: float = COMMAND_DEADLINE_S,
     ) -> "PolicyClient":
         """Create another policy on this policy's server: an adapter with an optimizer, versions and checkpoints of its own, on
-        the same frozen base model and in the same batches of the engine. Its client, which this one closes with itself.
+        the same frozen base model and in the same batches of the engine. Its client, which this one closes with itself. With
+        `critic` it has one of its own, for PPO, as a further adapter of the trainer's.
 
             critic = await policy.create_policy(LoraConfig(rank=8), name="critic")
             await asyncio.gather(policy.sample(prompt, params), critic.sample(prompt, params))
@@ -81,7 +88,11 @@ class PolicyClient:
         # The name makes a request that is sent again find what it has created.
         body = {
             "policy": name or f"policy-{uuid.uuid4().hex[:12]}",
-            "spec": {"lora": lora.model_dump(mode="json"), "seed": seed},
+            "spec": {
+                "lora": lora.model_dump(mode="json"),
+                "seed": seed,
+                **({} if critic is None else {"critic": critic.model_dump(mode="json")}),
+            },
         }
         answer = await self._http.request(
             "POST", "/v1/policies", content=wire.pack(body), wait_s=min(POLL_S, deadline_s), deadline_s=deadline_s
@@ -275,6 +286,19 @@ class PolicyClient:
         """Restore and publish a checkpoint, the newest of `name`, `name@version` or a tag: version and the rest of a publish,
         and `driver`, what its save was given."""
         return await self.command("load", {"name": name})
+
+    async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]:
+        """Take the weights of a checkpoint, and nothing else of it, as the next version: version and the rest of a publish. The
+        optimizer starts anew, and no number of the checkpoint's is taken over.
+
+        It is one of this policy, or, with `policy`, of another one of this server, by its name, `name@version` or tag; or one
+        of another job, by its address: those that this job names where it is submitted, such as `create_job(checkpoints=...)`.
+
+        Raises:
+            CheckpointError: there is none, it is corrupt, or it does not fit this policy's adapter or base model.
+            InvalidRequestError: the job does not name a checkpoint of this address.
+        """
+        return await self.command("load_weights", {"name": name, **({"policy": policy} if policy else {})})
 
     async def command(self, command: str, args: dict[str, Any], *, deadline_s: float = COMMAND_DEADLINE_S) -> dict[str, Any]:
         """Run any command of the server's table and return its result."""

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
+from opentinker.checkpoint_names import split_policy
 from opentinker.client.http import retry_after_s
 from opentinker.errors import (
     AuthenticationError,
@@ -129,16 +130,20 @@ class SchedulerClient:
         return found
 
     def tag_checkpoint(self, job_id: str, name: str, tag: str) -> dict[str, Any]:
-        """Give the job's checkpoint `name` or `name@version` a tag, which another one loses; the checkpoint."""
-        return self._call("PUT", f"{_path(job_id)}/checkpoints/{quote(name, safe='')}/tags/{quote(tag, safe='')}")
+        """Give the job's checkpoint `name` or `name@version` a tag, which another one loses; the checkpoint. One of a further
+        policy of the job is called `policy/name`, here and below."""
+        name, whose = _of_policy(name)
+        return self._call("PUT", f"{_path(job_id)}/checkpoints/{name}/tags/{quote(tag, safe='')}", params=whose)
 
     def untag_checkpoint(self, job_id: str, tag: str) -> None:
         # A repeat after a lost answer would say that it is not there; so below.
-        self._call("DELETE", f"{_path(job_id)}/tags/{quote(tag, safe='')}", attempts=1)
+        tag, whose = _of_policy(tag)
+        self._call("DELETE", f"{_path(job_id)}/tags/{tag}", params=whose, attempts=1)
 
     def delete_checkpoint(self, job_id: str, name: str) -> None:
         """Delete the job's checkpoint `name@version` for good."""
-        self._call("DELETE", f"{_path(job_id)}/checkpoints/{quote(name, safe='')}", attempts=1)
+        name, whose = _of_policy(name)
+        self._call("DELETE", f"{_path(job_id)}/checkpoints/{name}", params=whose, attempts=1)
 
     def models(self) -> list[dict[str, Any]]:
         """The models that a job's `base_model` can name."""
@@ -205,6 +210,12 @@ class SchedulerClient:
 
 def _path(job_id: str) -> str:
     return f"/v1/jobs/{quote(job_id, safe='')}"
+
+
+def _of_policy(name: str) -> tuple[str, dict[str, str]]:
+    """(the name behind `policy/`, quoted; the parameters that say whose it is)."""
+    policy, name = split_policy(name)
+    return quote(name, safe=""), {} if policy is None else {"policy": policy}
 
 
 def _error_of(response: httpx.Response, url: str) -> OpenTinkerError:

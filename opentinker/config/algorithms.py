@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from opentinker.config.base import Config
+from opentinker.config.base import Config, Count
 
-Count = Annotated[int, Field(ge=1)]
 Coefficient = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 

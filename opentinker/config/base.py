@@ -4,14 +4,16 @@ import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opentinker.errors import ConfigError
 
 C = TypeVar("C", bound=BaseModel)
+Seconds = Annotated[float, Field(gt=0.0)]
+Count = Annotated[int, Field(ge=1)]
 
 
 class Config(BaseModel):

@@ -5,11 +5,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from opentinker.client.messages import AdamParams
-from opentinker.config.base import Config
+from opentinker.config.base import Config, Count
 from opentinker.config.sft import SFTEvaluationConfig, SFTTrainingConfig
 from opentinker.config.tasks import TasksConfig
 
-Count = Annotated[int, Field(ge=1)]
 Beta = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 

@@ -5,10 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from opentinker.client.messages import AdamParams
-from opentinker.config.base import Config
+from opentinker.config.base import Config, Count
 from opentinker.config.tasks import TasksConfig
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class ChatDataConfig(Config):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from opentinker.client.messages import ImageChunk
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Message
 from opentinker.env.processes import Session
 from opentinker.errors import DeadlineError, EnvironmentFailedError, UnavailableError

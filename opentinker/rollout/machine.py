@@ -13,7 +13,8 @@
 
 `Cancelled` ends every status but TERMINATED. Any other event is a programming error and raises. Only an agent among several
 waits for its turn and hears that another ended the episode; it also hears that after it has left, and what it has earned since.
-What it is shown while it waits comes before its next action; what it earns while it waits belongs to its last one.
+What it is shown while it waits comes before its next action; what it earns while it waits belongs to its last one. An action
+that the environment has not seen when the episode ends is no turn of it.
 """
 
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ class TurnGranted:
     images: Images = field(default_factory=dict)
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class TurnLost:
 
 @dataclass(frozen=True)
 class EpisodeEnded:
-    """In a multi-agent episode: it is over for this agent, by what another did. `reward` is for its last action."""
+    """In a multi-agent episode: it is over for this agent, by what another did. `reward` is for its last action that the
+    environment has seen."""
 
     observation: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -255,7 +258,7 @@ class EpisodeMachine:
                 return self._taken_back()
             case AwaitTurn() | Generate() | Step() as request, EpisodeEnded() as end if self._waits_for_turn:
                 if isinstance(request, Step):
-                    self._earn_by_turn(0.0)
+                    self._unsay()
                 self.messages += self._news
                 self._hear(end)
                 return self._end(end.termination)
@@ -294,20 +297,34 @@ class EpisodeMachine:
         self.rewards.append(reward + self.early_reward)
         self.early_reward = 0.0
 
-    def _acted(self, request: Generate, sample: Sample) -> Request:
+    def action_of(self, sample: Sample) -> Action:
+        """The action that a sample would be, if it answered the pending request; nothing changes.
+
+        Raises:
+            ValueError: it is no answer to it.
+        """
+        assert isinstance(self.pending, Generate)
+        self._check_sample(self.pending, sample)
+        return self._parsed(sample)
+
+    def _check_sample(self, request: Generate, sample: Sample) -> None:
         length = len(sample.tokens)
         if not 1 <= length <= request.max_tokens:
-            return self._fail(
-                Termination.ERROR_GENERATION,
-                f"the policy answered with {length} tokens where 1 to {request.max_tokens} were asked",
-            )
+            raise ValueError(f"the policy answered with {length} tokens where 1 to {request.max_tokens} were asked")
         if not np.isfinite(sample.logprobs).all():
-            return self._fail(Termination.ERROR_GENERATION, "the policy answered with logprobs that are not finite")
+            raise ValueError("the policy answered with logprobs that are not finite")
+        Trajectory().append_sample(sample)
+
+    def _parsed(self, sample: Sample) -> Action:
+        return self._renderer.parse(sample.tokens.tolist(), finished=sample.finish_reason == "stop")
+
+    def _acted(self, request: Generate, sample: Sample) -> Request:
         try:
-            self.trajectories[-1].append_sample(sample)
+            self._check_sample(request, sample)
         except ValueError as error:
             return self._fail(Termination.ERROR_GENERATION, str(error))
-        action = self._renderer.parse(sample.tokens.tolist(), finished=sample.finish_reason == "stop")
+        self.trajectories[-1].append_sample(sample)
+        action = self._parsed(sample)
         message: Message = {"role": "assistant", "content": action.text}
         if action.reasoning:
             message["reasoning_content"] = action.reasoning
@@ -325,6 +342,12 @@ class EpisodeMachine:
             return self._end(Termination.DONE if result.done else Termination.TRUNCATED_TURNS)
         return self._shown(self._last_action(), result.observation)
 
+    def _unsay(self) -> None:
+        """Take back an action that the environment has not seen: it earned nothing, so nothing is to be learnt from it. What
+        the agent was shown before stays."""
+        self.trajectories[-1].runs.pop()
+        self.messages.pop()
+
     def _last_action(self) -> list[int]:
         return self.trajectories[-1].runs[-1].tokens.tolist() if self.trajectories else []
 
@@ -336,6 +359,7 @@ class EpisodeMachine:
 
     def _granted(self, granted: TurnGranted) -> Request:
         self._earn(granted.reward, granted.components)
+        self.metrics.update(granted.metrics)
         self._images |= granted.images
         observation, self._news = self._news + granted.observation, ()
         if not observation:

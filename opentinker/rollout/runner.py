@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opentinker.client.messages import SamplingParams
-from opentinker.config.job import RolloutConfig, SamplingConfig
+from opentinker.config.rollout import RolloutConfig, SamplingConfig
 from opentinker.env.environment import Environment
 from opentinker.env.processes import SessionFactory
 from opentinker.env.threads import UserThreads

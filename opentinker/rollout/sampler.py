@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from opentinker.client.messages import ImageChunk, Sample, SamplingParams
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Message, images_of
 from opentinker.errors import (
     ConfigError,

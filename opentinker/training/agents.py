@@ -1,10 +1,12 @@
 """The driver loop of several agents: games -> each agent's groups -> all updates side by side -> the next games.
 
 Phases are in step: no agent updates before all games of an iteration are over, and no game begins before all updates are
-published. Policies of one run are on one server; `Phases` is where learners in other processes will meet.
+published. Policies are on one server or several; with a `Member` other agents are driven by other processes, and the phases and
+games are those of all.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
@@ -13,27 +15,36 @@ from typing import Any, Protocol
 
 from opentinker.algorithms.select import advantage_function
 from opentinker.client.messages import AdamParams, Chunk, ImageChunk, IntArray, Sample, SamplingParams
-from opentinker.config.job import RLJobConfig, SamplingConfig
+from opentinker.config.algorithms import PPOConfig
+from opentinker.config.job import RLJobConfig
+from opentinker.config.rollout import SamplingConfig
+from opentinker.config.server import LoraConfig
 from opentinker.env.environment import Environment
-from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
 from opentinker.images import Image
+from opentinker.multiagent.coordination.member import Member, leaving
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
-from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
+from opentinker.multiagent.players import PolicyPlayer, SeatPlayer
 from opentinker.multiagent.runner import GameRunner, Groups, check_players
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer
-from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.types import Group
+from opentinker.training.agents_watch import AgentsWatch
+from opentinker.training.arena import ARENA_SEED, Arena, Entrant, reference_players
+from opentinker.training.arena_report import arena_files
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
+from opentinker.training.homes import Home, check_alive, find_homes, lost_with
 from opentinker.training.learner import Learned, Learner
+from opentinker.training.loop import EpisodesLoop
+from opentinker.training.meeting import join_run, runners
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
+from opentinker.training.opponents import Opponents, open_pools, take_starts
 from opentinker.training.recorder import Recorder
-from opentinker.training.rl import EVALUATION_TRANSCRIPTS, FRUITLESS_STEPS, TrainablePolicy
-from opentinker.training.schedule import checkpoint_name, kept, scheduled
+from opentinker.training.rl import EVALUATION_TRANSCRIPTS, TrainablePolicy
+from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
 
@@ -41,12 +52,16 @@ from opentinker.training.transcripts import images_of, pick_transcripts, transcr
 class PlayedPolicy(TrainablePolicy, Protocol):
     """What a run of several agents needs of a `PolicyClient`: it can make others beside itself."""
 
-    async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0) -> Any: ...
+    policy: str
+
+    async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0, critic: LoraConfig | None = None) -> Any: ...
+
+    async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]: ...
 
 
-class AgentsLoop:
-    """Holds what lasts from step to step; `run` may be called again and continues. `policies` are by agent; the first is the
-    job's own, whose checkpoints are written last, so that those of the others are there when it is."""
+class AgentsLoop(EpisodesLoop):
+    """Several agents learn from the episodes that they play together. `policies` are by agent; the first is the job's own,
+    whose checkpoints are written last, so that those of the others are there when it is."""
 
     def __init__(
         self,
@@ -58,48 +73,52 @@ class AgentsLoop:
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        member: Member | None = None,
+        homes: Mapping[str, Home] | None = None,
     ) -> None:
-        self.config = config
-        self.steps_done = 0
-        self.phases = PhaseBarrier(list(policies))
-        self._policies = dict(policies)
-        self._recorder = recorder
-        self._renderer = renderer
-        self._max_model_len = max_model_len
-        self._tasks = JobTasks(
+        """`homes` are of the agents whose prompts are made otherwise: those whose server has another model."""
+        tasks = JobTasks(
             environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir, sources=sources
         )
-        self._task_position = 0
-        self._held_out: list[Any] | None = None
-        self._evaluated_at: int | None = None
-        self._fruitless = 0
+        super().__init__(config, tasks, recorder, config.learners)
+        self.phases = PhaseBarrier(list(policies))
+        self._policies = dict(policies)
+        self._renderer = renderer
+        self._max_model_len = max_model_len
+        self._homes = homes or {}
         self._learners = {
             name: Learner(
                 policies[name],
                 algorithm,
                 _sampling(config, name),
-                advantage_function(algorithm, base_dir),
+                None if isinstance(algorithm, PPOConfig) else advantage_function(algorithm, base_dir),
                 config.training.steps,
             )
-            for name in policies
-            if not config.agents[name].frozen
-            for algorithm in [config.agents[name].algorithm or config.algorithm]
+            for name in config.learners
+            for algorithm in [config.algorithm_of(name)]
         }
+        judged = config.evaluation.agent
+        player = (config.agents[judged].policy or judged) if judged else ""
+        watched = player if player in self._learners else ""
+        self._watch = AgentsWatch(config.training.stop, config.evaluation, config.learners, watched)
         self._group_size = next(iter(self._learners.values())).algorithm.group_size
-        self._scripts = {
-            name: ScriptedPlayer(load_function(agent.script, base_dir), name)
-            for name, agent in config.agents.items()
-            if agent.script
-        }
+        self._opponents = Opponents(config.agents, base_dir)
         seats = seats_of(environment, config.environment.args)
         if seats is None:
             raise _for_one(environment)
-        make = partial(environment, **config.environment.args)
-        seed = config.training.seed
-        self._runner = GameRunner(make, seats, config.rollout, config.turns, seed)
-        # Evaluation must not reuse training's sampling seeds.
-        self._evaluator = GameRunner(make, seats, config.rollout, config.turns, seed + 2**31)
-        check_players(self._players(), seats.agents)
+        self._member = member
+        self._runner, self._evaluator = runners(config, environment, seats, member)
+        if member is None:
+            check_players(config.agents, seats.agents)
+        self._arena: Arena | None = None
+        if config.arena is not None:
+            # It must not reuse the seeds of training, nor those of evaluation.
+            seed = config.training.seed + ARENA_SEED
+            make = partial(environment, **config.environment.args)
+            games = GameRunner(make, seats, config.rollout, config.turns, seed)
+            references = reference_players(config.arena.references, environment, config.agents, base_dir)
+            draw = partial(self._tasks.standing, seed, config.arena.tasks)
+            self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, self._opponents.fixed, draw)
 
     @classmethod
     async def connect(
@@ -110,30 +129,45 @@ class AgentsLoop:
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        servers: Mapping[str, PlayedPolicy] | None = None,
+        steps: Sequence[int] = (0,),
     ) -> "AgentsLoop":
-        """A loop on a server that runs: makes the policies that are not there yet, asks for the tokenizer and the limits.
+        """A loop on servers that run: makes the policies that are not there yet, asks for the tokenizers and the limits.
+        `policy` is what the job's own server began with, `servers` what its others did. Where other processes drive other
+        agents, it joins them; `steps` are those after which it could go on.
 
         Raises:
             ConfigError: the environment is for one agent, or its agents are not those of the config.
-            RenderingError: the model has no usable chat template.
+            ConflictError: the drivers of the agents do not agree on something.
+            RenderingError: a model has no usable chat template.
         """
         await asyncio.to_thread(check_agents, config, environment)  # it may ask the environment's server
-        info = await policy.info()
-        tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
-        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
-        own, *others = config.policies
-        policies: dict[str, TrainablePolicy] = {own: policy}
-        for place, name in enumerate(others, 1):
-            lora = config.agents[name].lora or config.lora
-            policies[name] = await policy.create_policy(lora, name=name, seed=config.training.seed + place)
-        return cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
+        member = await join_run(config, environment, steps)
+        async with leaving(member):
+            policies, homes = await find_homes(config, policy, servers or {})
+            await take_starts(config.agents, policies)
+            own = homes[config.policies[0]]
+            loop = cls(
+                config, environment, policies, own.renderer, own.max_model_len, recorder, base_dir, sources, member, homes
+            )
+            loop._opponents.pools = await open_pools(config, policies, loop._plays)
+            if member is not None:
+                loop.steps_done = await member.started()
+            return loop
 
     async def resume(self, step: int) -> None:
-        """Go on after the checkpoints of `step`; 0 needs none.
+        """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none.
 
         Raises:
             CheckpointError: a part of one is missing, corrupt, or of another run.
         """
+        async with leaving(self._member):
+            if self._member is not None and self.steps_done != step:
+                step = self.steps_done
+                self._recorder.take_back(step)
+            await self._resume(step)
+
+    async def _resume(self, step: int) -> None:
         self.steps_done = step
         self.phases = PhaseBarrier(list(self._policies), start=Moment(step, Phase.ROLLOUT))
         if not step:
@@ -142,50 +176,56 @@ class AgentsLoop:
         state = DriverState.from_json(loaded[0].get("driver"), step, self.config.training.seed)
         if state is not None:
             self._task_position, self._evaluated_at = state.task_position, state.evaluated_at
-            self._fruitless = state.fruitless
-            for row in state.later(self._recorder.rows):
+            self._fruitless, self._stopping.stopped = state.fruitless, state.stopped
+            self._stopping.reductions |= state.agents.get("reductions", {})
+            self._opponents.restore(state.agents.get("pools", {}))
+            self._watch.restore(state.watch)
+            later = state.later(self._recorder.rows)
+            if self._arena is not None:
+                self._arena.restore(state.agents.get("arena", {}), later)
+            for row in later:
+                self._watch.row(row)
                 if row["kind"] == "agents_evaluation":
                     self._evaluated_at = row["step"]
+                elif row["kind"] == "stopping":
+                    self._stopping.heard(row)
 
     async def run(self, steps: int) -> None:
-        """Train for `steps` more steps, evaluating as the config says.
+        """As every loop's. What ends it is what the drivers of other agents are told, if there are any.
 
         Raises:
+            AgentLostError: another driver is lost.
             EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
         """
-        evaluation, last = self.config.evaluation, self.steps_done + steps
-        if evaluation.at_start and self.steps_done == 0:
-            await self.evaluate()
-        while self.steps_done < last:
-            if self._evaluation_is_due():
-                await self.evaluate()
-            await self.step()
-            if (every := self.config.training.save_every) and self.steps_done % every == 0:
-                await self.save(checkpoint_name(self.steps_done))
-        if (evaluation.at_end or self._evaluation_is_due()) and self._evaluated_at != self.steps_done:
-            await self.evaluate()
-
-    def _evaluation_is_due(self) -> bool:
-        every = self.config.evaluation.every
-        return bool(every and self.steps_done and self.steps_done % every == 0 and self._evaluated_at != self.steps_done)
+        async with leaving(self._member):
+            await super().run(steps)
 
     async def step(self) -> Row:
         """One iteration: all games, then all updates."""
         config, number = self.config, self.steps_done + 1
         moment = Moment(self.steps_done, Phase.ROLLOUT)
         started = time.monotonic()
-        count = config.rollout.groups_per_step
-        tasks = await self._tasks.draw(config.training.seed, self._task_position, count)
-        groups = await self._runner.run(self._players(), tasks, self._group_size, number)
+        groups: Groups = {}
+
+        async def play(tasks: Sequence[Any], first_index: int) -> None:
+            players = self._players() | await self._opponents.drawn(number, len(tasks), first_index)
+            found = await self._runner.run(players, tasks, self._group_size, number, first_index=first_index)
+            for agent, of_agent in found.items():
+                groups.setdefault(agent, []).extend(of_agent)
+
+        rounds = max(learner.algorithm.max_resamples for learner in self._learners.values())
+        position = await self._collect(rounds, play, lambda round_: self._missing(groups, round_))
         sampled = time.monotonic()
-        self._finish(moment)
-        await self._check_usable(groups)
+        await self._finish(moment)
+        await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
         assert all(self.phases.may(name, moment.next) for name in self._policies), "no update before all games are over"
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
         learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
         ended = time.monotonic()
-        self._finish(moment.next)
-        self._task_position += count
+        pools = self._opponents.record(groups, list(self._learners))
+        await self._opponents.after(number)
+        await self._finish(moment.next)
+        self._task_position = position
         rows = {
             name: step_row(
                 number,
@@ -198,31 +238,42 @@ class AgentsLoop:
             )
             for name, result in learned.items()
         }
-        row = agents_row("agents_step", number, rows, task_position=self._task_position, step_s=ended - started)
+        row = agents_row("agents_step", number, rows, task_position=self._task_position, step_s=ended - started, **pools)
         self._recorder.row(row)
         for name, of_agent in groups.items():
             for episode in pick_transcripts(of_agent, config.training.transcripts_per_step):
                 record = transcript_row(episode, step=number, phase="train") | {"agent": name}
                 self._recorder.transcript(record, images_of(episode))
         self.steps_done = number
+        await self._act(*self._watch.row(row))
         return row
+
+    def _missing(self, groups: Groups, round_: int) -> int:
+        """Tasks that are drawn besides in a round of resampling. A game counts for all: so there are as many as whoever still
+        resamples lacks most, and everybody learns from all of them."""
+        wanted, lacking = self.config.rollout.groups_per_step, [0]
+        for name, learner in self._learners.items():
+            if learner.algorithm.max_resamples >= round_:
+                seats = len(self._seats_of(name))
+                teaching = sum(map(learner.teaches, self._experience(name, groups)))
+                lacking.append(math.ceil((wanted * seats - teaching) / seats))
+        return max(lacking)
 
     async def evaluate(self) -> Row | None:
         """All agents play the held-out tasks; None if the environment has none."""
-        if self._held_out is None:
-            self._held_out = await self._tasks.held_out(self.config.evaluation.max_tasks)
-        if not self._held_out:
+        if not (tasks := await self._held_out_tasks()):
             return None
         started, evaluation = time.monotonic(), self.config.evaluation
         players = self._players(evaluation.temperature)
-        groups = await self._evaluator.run(players, self._held_out, evaluation.samples_per_task, self.steps_done)
+        players |= await self._opponents.reference(len(tasks), evaluation.temperature, self.steps_done)
+        groups = await self._evaluator.run(players, tasks, evaluation.samples_per_task, self.steps_done)
         rows: dict[str, Row] = {}
         for name, of_agent in groups.items():
             result = summarize_groups(of_agent, seed=self.config.training.seed, pass_at=evaluation.pass_at)
             if result is None and not any(group.failures for group in of_agent):
                 continue  # it never took part
             if result is None:
-                await self._policies[self.config.policies[0]].info()  # a dead server is the better explanation
+                await self._check_server()
                 raise EpisodesFailedError(f"no episode of '{name}' was usable in evaluation: {commonest_failure(of_agent)}")
             rows[name] = evaluation_row(self.steps_done, result, of_agent, seconds=time.monotonic() - started)
             for group in of_agent[:EVALUATION_TRANSCRIPTS]:
@@ -232,6 +283,10 @@ class AgentsLoop:
         row = agents_row("agents_evaluation", self.steps_done, rows, evaluation_s=time.monotonic() - started)
         self._recorder.row(row)
         self._evaluated_at = self.steps_done
+        self._watch.checked(row)
+        if evaluation.keep_best and self._watch.improves(row):
+            await self.save(BEST)
+        await self._act(*self._watch.row(row))
         return row
 
     async def save(self, name: str) -> dict[str, Any]:
@@ -243,19 +298,32 @@ class AgentsLoop:
             rows=len(self._recorder.rows),
             evaluated_at=self._evaluated_at,
             fruitless=self._fruitless,
+            stopped=self.stopped,
+            watch=self._watch.state(),
+            agents={
+                "reductions": self._stopping.reductions,
+                "pools": self._opponents.to_json(),
+                **({} if self._arena is None else {"arena": self._arena.state()}),
+            },
             config=self.config.model_dump(mode="json"),
         ).to_json()
         keep_last = kept(self.config.training, name)
         own, *others = self._policies.values()
-        # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before.
+        # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before. So does
+        # one whose other drivers die before theirs are.
         spare = None if keep_last is None else keep_last + 1
         await asyncio.gather(*(policy.save(name, driver=state, keep_last=spare) for policy in others))
-        return await own.save(name, driver=state, keep_last=keep_last)
+        return await own.save(name, driver=state, keep_last=keep_last if self._member is None else spare)
 
     async def close(self) -> None:
-        """End what the environments left running."""
+        """End what the environments left running, and leave the others, if there are any elsewhere."""
+        if self._member is not None:
+            await self._member.leave()
         await self._runner.close()
         await self._evaluator.close()
+        await self._opponents.close()
+        if self._arena is not None:
+            await self._arena.close()
 
     async def _update(self, name: str, groups: Groups, optimizer: AdamParams, step: int) -> Learned:
         try:
@@ -265,58 +333,87 @@ class AgentsLoop:
 
     def _experience(self, name: str, groups: Groups) -> list[Group]:
         """What the policy of an agent learns from: the agent's groups, and those of the agents that share it."""
-        sharing = [name, *(other for other, agent in self.config.agents.items() if agent.policy == name)]
-        return [group for agent in sharing for group in groups[agent]]
+        return [group for agent in self._seats_of(name) for group in groups[agent]]
+
+    def _seats_of(self, name: str) -> list[str]:
+        """Where the policy of an agent plays."""
+        return [name, *(other for other, agent in self.config.agents.items() if agent.policy == name)]
 
     def _optimizer(self, name: str, step: int) -> AdamParams:
         training = self.config.training
         own = self.config.agents[name].optimizer
-        return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step)
+        scale = self._stopping.scale(name)
+        return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step, scale)
 
-    def _finish(self, moment: Moment) -> None:
+    async def _finish(self, moment: Moment) -> None:
+        """All policies here have finished a phase; wait for those elsewhere."""
         for name in self._policies:
             self.phases.finish(name, moment, time.monotonic())
+        if self._member is not None:
+            await self._member.finish(moment)
 
-    async def _check_usable(self, groups: Groups) -> None:
-        everything = [group for name in self._learners for group in self._experience(name, groups)]
-        if any(e.trains for g in everything for e in g.episodes):
-            self._fruitless = 0
-            return
-        await self._policies[self.config.policies[0]].info()  # raises if the server is gone: the better explanation
-        self._fruitless += 1
-        if self._fruitless >= FRUITLESS_STEPS:
-            raise EpisodesFailedError(
-                f"no episode was usable in {FRUITLESS_STEPS} steps in a row: {commonest_failure(everything)}",
-                hint="transcripts.jsonl holds a failed episode of each step",
-            )
+    async def _check_server(self) -> None:
+        await check_alive(self.config, self._policies)
 
-    def _players(self, temperature: float | None = None) -> dict[str, Player]:
-        """Who plays which seat; with the temperature of an evaluation, if it is one."""
-        return {
-            name: self._scripts[name] if agent.script else self._player(agent.policy or name, temperature)
-            for name, agent in self.config.agents.items()
-        }
+    def _players(self, temperature: float | None = None) -> dict[str, SeatPlayer]:
+        """Who plays which seat, but for those of past versions; with the temperature of an evaluation, if it is one."""
+        seats = self.config.agents.items()
+        own = {name: self._player(agent.policy or name, temperature) for name, agent in seats if not agent.elsewhere}
+        return {**own, **self._opponents.fixed}
 
     def _player(self, name: str, temperature: float | None) -> PolicyPlayer:
-        sampling = _sampling(self.config, name)
+        trains = self.config.agents[name].learns
+        return self._plays(name, self._policies[name], _sampling(self.config, name), temperature, trains=trains)
+
+    def _plays(
+        self, name: str, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
+    ) -> PolicyPlayer:
+        """A policy on the server of an agent's, that agent's or a past version."""
         if temperature is not None:
             sampling = sampling.model_copy(update={"temperature": temperature})
-        params = SamplingParams(**sampling.model_dump(), stop_token_ids=self._renderer.stop_token_ids)
-        policy, deadline_s = self._policies[name], self.config.rollout.generation_timeout_s
+        home = self._homes.get(name) or Home(self._renderer, self._max_model_len)
+        params = SamplingParams(**sampling.model_dump(), stop_token_ids=home.renderer.stop_token_ids)
+        deadline_s = self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
-            return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
+            with lost_with(self.config, name):
+                return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
 
         async def upload(images: Sequence[Image]) -> Mapping[str, ImageChunk]:
-            if not self._renderer.takes_images:
+            if not home.renderer.takes_images:
                 raise ConfigError(
                     "the environment shows images, but the base model takes none",
                     hint="use a vision-language model as base_model",
                 )
             return await policy.upload([image.data for image in images])
 
-        trains = not self.config.agents[name].frozen
-        return PolicyPlayer(self._renderer, generate, params, self._max_model_len, upload, trains)
+        return PolicyPlayer(home.renderer, generate, params, home.max_model_len, upload, trains)
+
+    async def _compare(self, *, ends: bool = False) -> None:
+        step, arena = self.steps_done, self._arena
+        if arena is not None and arena.due(step, ends=ends):
+            self._recorder.row(await arena.meet(step))
+            self._recorder.files(arena_files(self._recorder.rows))
+
+    def _entrants(self) -> list[Entrant]:
+        """The policies that others are compared with; where past versions of one play, it plays itself."""
+        pools: dict[str, list[str]] = {}
+        for seat, agent in self.config.agents.items():
+            if agent.pool is not None:
+                pools.setdefault(agent.pool.of, []).append(seat)
+        return [
+            Entrant(
+                name,
+                policy,
+                tuple(dict.fromkeys([*self._seats_of(name), *pools.get(name, ())])),
+                partial(
+                    self._plays, name, sampling=_sampling(self.config, name), temperature=self.config.evaluation.temperature
+                ),
+                self.config.lora_of(name),
+                past=name in self._learners,
+            )
+            for name, policy in self._policies.items()
+        ]
 
 
 def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
@@ -332,10 +429,12 @@ def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
     if seats is None:
         raise _for_one(environment)
     there = ", ".join(seats.agents)
-    if missing := [name for name in seats.agents if name not in config.agents]:
+    missing = [name for name in seats.agents if name not in config.agents]
+    if missing and config.coordinator is None:
         raise ConfigError(
             f"agents: nobody plays '{missing[0]}' of {environment.__name__}",
-            hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own",
+            hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own, and with `coordinator` "
+            "another process may drive it",
         )
     if unknown := [name for name in config.agents if name not in seats.agents]:
         raise ConfigError(f"agents: {environment.__name__} has no agent '{unknown[0]}'", hint=f"its agents are {there}")

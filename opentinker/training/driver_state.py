@@ -12,6 +12,8 @@ from opentinker.errors import CheckpointError
 from opentinker.training.metrics import Row
 
 FORMAT = 1
+_LATER = ("agents",)
+"""Fields that the checkpoints of older releases lack."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class DriverState:
     fruitless: int = 0
     stopped: str = ""
     watch: dict[str, Any] = field(default_factory=dict)
+    agents: dict[str, Any] = field(default_factory=dict)
+    """What a run of several agents knows besides."""
     config: dict[str, Any] = field(default_factory=dict)
     """The job's, as it was resolved."""
 
@@ -46,7 +50,9 @@ class DriverState:
         if state is None:
             return None
         try:
-            found = cls(**{item.name: state[item.name] for item in fields(cls)})
+            found = cls(
+                **{item.name: state[item.name] for item in fields(cls) if item.name in state or item.name not in _LATER}
+            )
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's driver state cannot be read: {error!r}") from error
         if state.get("format") != FORMAT:

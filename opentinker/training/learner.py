@@ -7,7 +7,7 @@ from typing import Any
 from opentinker.algorithms.types import AdvantageFn
 from opentinker.client.messages import AdamParams, LossConfig, TokenScore
 from opentinker.config.algorithms import KLConfig, PolicyGradient, PPOConfig
-from opentinker.config.job import SamplingConfig
+from opentinker.config.rollout import SamplingConfig
 from opentinker.rollout.types import Group
 from opentinker.training.batch import Batch, Member, build_batch, members_of, turn_rewards
 from opentinker.training.policy import TrainedPolicy

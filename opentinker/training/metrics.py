@@ -132,10 +132,15 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "reward_before": before["reward_mean"] if before else rewarded[0]["reward_mean"] if rewarded else None,
         "reward_after": after["reward_mean"] if after else rewarded[-1]["reward_mean"] if rewarded else None,
         "steps": len(steps),
-        "stopped": next((r["reason"] for r in rows if r["kind"] == "stopping" and r["action"] == "stopped"), None),
+        "stopped": why_stopped(rows),
         "tokens_sampled": sum(r["tokens_sampled"] for r in [*steps, *evaluations]),
         "mismatch_kl_mean": _mean(mismatch),
     }
+
+
+def why_stopped(rows: Sequence[Row]) -> str | None:
+    """Why a run ended early, if it did."""
+    return next((row["reason"] for row in rows if row["kind"] == "stopping" and row["action"] == "stopped"), None)
 
 
 def commonest_failure(groups: Sequence[Group]) -> str:

@@ -67,6 +67,12 @@ class Recorder:
         for listener in self._listeners:
             listener(row)
 
+    def take_back(self, step: int) -> None:
+        """The run goes on after an earlier step: what came later no longer counts."""
+        self.rows = standing_rows(self.rows, step)
+        self._transcripts = [row for row in self._transcripts if row["step"] <= step]
+        self.row({"kind": "resumed", "step": step})
+
     def transcript(self, row: dict[str, Any], images: Sequence[Image] = ()) -> None:
         """A sample episode; its images get files of their own."""
         for image in images:
@@ -76,6 +82,11 @@ class Recorder:
                 path.write_bytes(image.data)
         self._transcripts.append(row)
         self._append("transcripts.jsonl", row)
+
+    def files(self, texts: Mapping[str, str]) -> None:
+        """Write files of the run, by name, in place of what they held."""
+        for name, text in texts.items():
+            (self.folder / name).write_text(text, encoding="utf-8")
 
     def finish(self, *, wall_s: float, checkpoint: str | None) -> dict[str, Any]:
         """Write the summary and the report; the summary. May be called again after more rows."""
@@ -94,6 +105,16 @@ class Recorder:
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         with (self.folder / name).open("a") as file:
             file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
+
+
+def render_again(folder: Path, render: Render) -> None:
+    """Write the report of a finished run anew, from its files; nothing if one of them is not there."""
+    names = ("config.yaml", "metrics.jsonl", "summary.json")
+    if not all((folder / name).is_file() for name in names):
+        return
+    config, summary = yaml.safe_load((folder / names[0]).read_text()), json.loads((folder / names[2]).read_text())
+    rows, talks = standing_rows(_whole_lines(folder / names[1])), _whole_lines(folder / "transcripts.jsonl")
+    (folder / "report.html").write_text(render(config, rows, talks, summary, folder))
 
 
 def standing_rows(rows: Iterable[Row], resume_at: int | None = None) -> list[Row]:

@@ -33,20 +33,17 @@ from opentinker.rollout.types import Group
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.learner import Learner
+from opentinker.training.loop import EpisodesLoop
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
 from opentinker.training.policy import TrainedPolicy
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
+from opentinker.training.stopping import ALONE
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
-from opentinker.training.watch import Verdict, Watch, score
+from opentinker.training.watch import Watch, score
 
-FRUITLESS_STEPS = 3
-"""Steps in a row without a usable episode after which the loop gives up."""
 EVALUATION_TRANSCRIPTS = 8
-STOPPED_EARLY = "stopped-early"
-MAX_REDUCTIONS = 2
-"""Times that a learning rate is reduced before the run is stopped."""
 
 
 class TrainablePolicy(TrainedPolicy, Protocol):
@@ -59,8 +56,8 @@ class TrainablePolicy(TrainedPolicy, Protocol):
     ) -> SampleResult: ...
 
 
-class RLLoop:
-    """Holds what lasts from step to step; `run` may be called again and continues."""
+class RLLoop(EpisodesLoop):
+    """One policy learns from episodes of its own."""
 
     def __init__(
         self,
@@ -74,32 +71,23 @@ class RLLoop:
         sources: Mapping[Split, TaskSource] | None = None,
         advantages: AdvantageFn | None = None,
     ) -> None:
-        self.config = config
-        self.steps_done = 0
         self._environment = environment
-        self._tasks = JobTasks(
+        tasks = JobTasks(
             environment,
             config.environment,
             timeout_s=config.rollout.reset_timeout_s,
             base_dir=base_dir,
             sources=sources,
         )
+        super().__init__(config, tasks, recorder)
         if isinstance(config.algorithm, PPOConfig) and advantages is not None:
             raise ConfigError("algorithm.kind 'ppo' takes its advantages from a critic", hint="give yours with kind 'custom'")
         if not isinstance(config.algorithm, PPOConfig):
             advantages = advantages or advantage_function(config.algorithm, base_dir)
         self._learner = Learner(policy, config.algorithm, config.sampling, advantages, config.training.steps)
-        self._task_position = 0
         self._policy = policy
         self._renderer = renderer
-        self._recorder = recorder
-        self._held_out: list[Any] | None = None
-        self._fruitless = 0
         self._watch = Watch(config.training.stop, config.evaluation.metric)
-        self._reductions = 0
-        self.stopped = ""
-        """Why the run ended early; empty while it goes on."""
-        self._evaluated_at: int | None = None
         self._runner = self._make_runner(config.sampling.temperature, max_model_len, seed=config.training.seed)
         # Evaluation must not reuse training's sampling seeds.
         self._evaluator = self._make_runner(config.evaluation.temperature, max_model_len, seed=config.training.seed + 2**31)
@@ -139,7 +127,8 @@ class RLLoop:
         standing: Sequence[Row] = self._recorder.rows
         if state is not None:
             self._task_position, self._evaluated_at = state.task_position, state.evaluated_at
-            self._reductions, self._fruitless, self.stopped = state.reductions, state.fruitless, state.stopped
+            self._stopping.reductions[ALONE], self._stopping.stopped = state.reductions, state.stopped
+            self._fruitless = state.fruitless
             self._watch.restore(state.watch)
             standing = state.later(standing)
         else:
@@ -150,35 +139,8 @@ class RLLoop:
             self._watch.row(row)
             if row["kind"] == "evaluation":
                 self._evaluated_at = row["step"]
-            elif row["kind"] == "stopping" and row["action"] == "stopped":
-                self.stopped = row["reason"]
             elif row["kind"] == "stopping":
-                self._reductions += 1
-
-    async def run(self, steps: int) -> None:
-        """Train for `steps` more steps, evaluating as the config says.
-
-        Raises:
-            EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
-        """
-        evaluation = self.config.evaluation
-        last = self.steps_done + steps
-        if evaluation.at_start and self.steps_done == 0:
-            await self.evaluate()
-        if self._evaluation_is_due():  # the run died between a checkpoint and its evaluation
-            await self.evaluate()
-        while self.steps_done < last and not self.stopped:
-            await self.step()
-            if (every := self.config.training.save_every) and self.steps_done % every == 0:
-                await self.save(checkpoint_name(self.steps_done))
-            if self._evaluation_is_due() and not self.stopped:
-                await self.evaluate()
-        if evaluation.at_end and self._evaluated_at != self.steps_done:
-            await self.evaluate()
-
-    def _evaluation_is_due(self) -> bool:
-        every = self.config.evaluation.every
-        return bool(every and self.steps_done and self.steps_done % every == 0 and self._evaluated_at != self.steps_done)
+                self._stopping.heard(row)
 
     async def save(self, name: str) -> dict[str, Any]:
         """Write a checkpoint of what the last step published, and within it what a later driver needs to go on from it."""
@@ -188,7 +150,7 @@ class RLLoop:
             task_position=self._task_position,
             rows=len(self._recorder.rows),
             evaluated_at=self._evaluated_at,
-            reductions=self._reductions,
+            reductions=self._stopping.reductions[ALONE],
             fruitless=self._fruitless,
             stopped=self.stopped,
             watch=self._watch.state(),
@@ -203,12 +165,10 @@ class RLLoop:
 
     async def evaluate(self) -> Row | None:
         """One evaluation; None if the environment has no held-out tasks."""
-        if self._held_out is None:
-            self._held_out = await self._tasks.held_out(self.config.evaluation.max_tasks)
-        if not self._held_out:
+        if not (tasks := await self._held_out_tasks()):
             return None
         started = time.monotonic()
-        groups = await self._evaluator.run(self._held_out, self.config.evaluation.samples_per_task, self.steps_done)
+        groups = await self._evaluator.run(tasks, self.config.evaluation.samples_per_task, self.steps_done)
         for group in groups[:EVALUATION_TRANSCRIPTS]:
             for episode in (group.episodes or group.failures)[:1]:
                 row = transcript_row(episode, step=self.steps_done, phase="evaluation")
@@ -216,7 +176,7 @@ class RLLoop:
         evaluation = self.config.evaluation
         result = summarize_groups(groups, seed=self.config.training.seed, pass_at=evaluation.pass_at)
         if result is None:
-            await self._policy.info()  # a dead server is the better explanation
+            await self._check_server()
             raise EpisodesFailedError(f"no episode of the evaluation was usable: {commonest_failure(groups)}")
         row = evaluation_row(self.steps_done, result, groups, seconds=time.monotonic() - started)
         self._recorder.row(row)
@@ -228,17 +188,27 @@ class RLLoop:
             )
         if evaluation.keep_best and self._watch.improves(row):
             await self.save(BEST)
-        await self._act(self._watch.row(row))
+        if (verdict := self._watch.row(row)) is not None:
+            await self._act((verdict, ()))
         return row
 
     async def step(self) -> Row:
         """One training step."""
         config, number = self.config, self.steps_done + 1
         started = time.monotonic()
-        groups, position = await self._collect(number)
+        groups: list[Group] = []
+        wanted, algorithm = config.rollout.groups_per_step, config.algorithm
+
+        async def play(tasks: Sequence[Any], first_index: int) -> None:
+            groups.extend(await self._runner.run(tasks, algorithm.group_size, number, first_index=first_index))
+
+        # Groups that teach nothing are replaced as often as the algorithm says; they stay in what is measured.
+        position = await self._collect(
+            algorithm.max_resamples, play, lambda _: wanted - sum(self._learner.teaches(group) for group in groups)
+        )
         sampled = time.monotonic()
         await self._check_usable(groups)
-        optimizer = scheduled(config.training, number, config.training.stop.factor**self._reductions)
+        optimizer = scheduled(config.training, number, self._stopping.scale())
         learned = await self._learner.learn(groups, optimizer, number)
         ended = time.monotonic()
         row = step_row(
@@ -254,48 +224,12 @@ class RLLoop:
         for episode in pick_transcripts(groups, config.training.transcripts_per_step):
             self._recorder.transcript(transcript_row(episode, step=number, phase="train"), images_of(episode))
         self.steps_done, self._task_position = number, position
-        await self._act(self._watch.row(row))
+        if (verdict := self._watch.row(row)) is not None:
+            await self._act((verdict, ()))
         return row
 
-    async def _act(self, verdict: Verdict | None) -> None:
-        """Save, then stop or learn more slowly."""
-        if verdict is None or self.stopped:
-            return
-        stop = self.config.training.stop
-        reduce = stop.action == "reduce" and not verdict.final and self._reductions < MAX_REDUCTIONS
-        await self.save(STOPPED_EARLY)
-        if reduce:
-            self._reductions += 1
-        else:
-            self.stopped = verdict.reason
-        action = f"learning rate x {stop.factor:g}" if reduce else "stopped"
-        self._recorder.row({"kind": "stopping", "step": self.steps_done, "reason": verdict.reason, "action": action})
-
-    async def _collect(self, number: int) -> tuple[list[Group], int]:
-        """The groups of a step, and where the next one draws. Those that teach nothing are replaced as often as the algorithm
-        says; they stay in what is measured."""
-        algorithm, wanted = self.config.algorithm, self.config.rollout.groups_per_step
-        groups: list[Group] = []
-        position, missing = self._task_position, wanted
-        for round_ in range(algorithm.max_resamples + 1):
-            if round_ and (missing := wanted - sum(self._learner.teaches(group) for group in groups)) <= 0:
-                break
-            tasks = await self._tasks.draw(self.config.training.seed, position, missing)
-            position += missing
-            groups += await self._runner.run(tasks, algorithm.group_size, number, first_index=len(groups))
-        return groups, position
-
-    async def _check_usable(self, groups: Sequence[Group]) -> None:
-        if any(e.trains for g in groups for e in g.episodes):
-            self._fruitless = 0
-            return
-        await self._policy.info()  # raises if the server is gone: the better explanation
-        self._fruitless += 1
-        if self._fruitless >= FRUITLESS_STEPS:
-            raise EpisodesFailedError(
-                f"no episode was usable in {FRUITLESS_STEPS} steps in a row: {commonest_failure(groups)}",
-                hint="transcripts.jsonl holds a failed episode of each step",
-            )
+    async def _check_server(self) -> None:
+        await self._policy.info()
 
     def _make_runner(self, temperature: float, max_model_len: int, *, seed: int) -> RolloutRunner:
         return RolloutRunner(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opentinker.config.job import EnvironmentConfig
+from opentinker.config.rollout import EnvironmentConfig
 from opentinker.env.datasets import load_tasks
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
@@ -45,6 +45,10 @@ class JobTasks:
     async def held_out(self, limit: int) -> list[Any]:
         """The first `limit` held-out tasks."""
         return await self._call("held_out", lambda source: source.first(limit))
+
+    async def standing(self, seed: int, count: int) -> list[Any]:
+        """`count` tasks that stay the same: held-out ones, or where there are none, the first training tasks of `seed`."""
+        return await self.held_out(count) or await self.draw(seed, 0, count)
 
     async def _call(self, split: Split, ask: Callable[[TaskSource], list[Any]]) -> list[Any]:
         """In a thread, because it is user code: one that never returns is left behind."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opentinker.config.job import StopConfig
+from opentinker.config.rl import StopConfig
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,11 @@ class Verdict:
 class Watch:
     """Feed it every row in order; after a resume, the rows that stand first."""
 
-    def __init__(self, config: StopConfig, metric: str) -> None:
+    def __init__(self, config: StopConfig, metric: str, whose: str = "") -> None:
+        """`whose` is the score that it is told, in words, for its verdicts."""
         self._config = config
         self._metric = metric
-        self._name = metric or "the held-out score"
+        self._name = (metric or "the held-out score") + whose
         self.best: float | None = None
         """The best evaluation so far."""
         self._since_best = 0
@@ -32,7 +33,7 @@ class Watch:
         """What the row shows, if it is something to act on."""
         match row["kind"]:
             case "evaluation":
-                return self._evaluation(row)
+                return self.scored(score(row, self._metric))
             case "step":
                 return self._step(row)
         return None
@@ -52,15 +53,18 @@ class Watch:
 
     def improves(self, row: Mapping[str, Any]) -> bool:
         """Whether this evaluation is better than all before it. Ask before `row` sees it."""
-        value = score(row, self._metric)
+        return self.better(score(row, self._metric))
+
+    def better(self, value: float | None) -> bool:
+        """As `improves`, of an evaluation's score."""
         return value is not None and (self.best is None or value > self.best)
 
-    def _evaluation(self, row: Mapping[str, Any]) -> Verdict | None:
-        value = score(row, self._metric)
+    def scored(self, value: float | None) -> Verdict | None:
+        """As `row`, of an evaluation's score."""
         if value is None:
             return None
         self._falls = self._falls + 1 if self._last is not None and value < self._last else 0
-        self._since_best = 0 if self.improves(row) else self._since_best + 1
+        self._since_best = 0 if self.better(value) else self._since_best + 1
         self.best = value if self.best is None else max(self.best, value)
         self._last = value
         config = self._config

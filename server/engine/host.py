@@ -16,6 +16,7 @@ from opentinker.client.messages import Chunk, FloatArray, ImageChunk, SampleRequ
 from opentinker.errors import DeadlineError, EngineError, InvalidRequestError, OpenTinkerError, ServerLostError
 from opentinker.server.buckets import Bucket, BucketAck
 from opentinker.server.carriers import Payload, read_probe
+from opentinker.server.device_groups import Invitation
 from opentinker.server.engine.base import AdapterId, LoraTensors, RolloutEngine, SampleRefused, WeightAck
 from opentinker.server.engine.messages import Add, Answer, Call, EngineInfo, Message, Returned, StepFailed
 from opentinker.server.images import ImageStore, takes_none
@@ -34,6 +35,18 @@ class BucketEngine(RolloutEngine, Protocol):
 
         Raises:
             EngineError: an earlier update was not brought to its end, and this engine cannot recover from that.
+        """
+        ...
+
+    def read_probes(self, payload: Payload) -> Sequence[bytes]:
+        """What each rank reads of a probe; empty where its memory is out of reach."""
+        ...
+
+    def join_group(self, invitation: Invitation) -> None:
+        """Have each rank join the group of the trainer's, which waits for them.
+
+        Raises:
+            WeightSyncError: one cannot, or this engine knows no such groups.
         """
         ...
 
@@ -94,7 +107,8 @@ class EngineHost:
         if self._error is not None:
             raise self._error
         engine = self._parts.engine
-        return EngineInfo(engine.max_model_len, engine.ranks, os.getpid(), self._seconds)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return EngineInfo(engine.max_model_len, engine.ranks, os.getpid(), self._seconds, device)
 
     def submit(self, messages: Sequence[Message]) -> None:
         """Queue messages.
@@ -274,6 +288,12 @@ class EngineHost:
     def _read_probe(self, payload: Payload) -> bytes:
         return read_probe(payload)
 
+    def _read_probes(self, payload: Payload) -> list[bytes]:
+        return list(self._parts.engine.read_probes(payload))
+
+    def _join_group(self, invitation: Invitation) -> None:
+        self._parts.engine.join_group(invitation)
+
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "abort": EngineHost._abort,
@@ -285,6 +305,8 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "update_adapter": EngineHost._update_adapter,
     "drop_adapter": EngineHost._drop_adapter,
     "read_probe": EngineHost._read_probe,
+    "read_probes": EngineHost._read_probes,
+    "join_group": EngineHost._join_group,
 }
 
 

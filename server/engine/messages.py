@@ -60,6 +60,8 @@ class EngineInfo:
     pid: int
     seconds: float = 0.0
     """What it took to load."""
+    device: str = "cpu"
+    """"cpu" or "cuda"."""
 
 
 class EngineLink(Protocol):

@@ -7,20 +7,22 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 
+import torch
+
 from opentinker.client.messages import Chunk, FloatArray, SampleRequest, SampleResult
 from opentinker.errors import DeadlineError, ServerLostError
 from opentinker.server.buckets import BUCKET_BYTES, Bucket, BucketAck, Ledger
-from opentinker.server.carriers import Carrier, InlineCarrier, Payload, Probe, SharedCarrier, can_share
+from opentinker.server.carriers import Payload
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, SampleRefused, WeightAck
 from opentinker.server.engine.host import image_hashes_in
 from opentinker.server.engine.messages import Add, Answer, Call, EngineInfo, EngineLink, Message, Returned, StepFailed
 from opentinker.server.images import ImageStore
 from opentinker.server.sending import ACK_S, BucketSender
+from opentinker.server.ways import Way, Wish, kinds_to_try, open_way
 
 COLLECT_S = 10.0
 CALL_S = 600.0
 """An engine that has not answered a call after this long counts as stuck; calls wait for one engine step at most."""
-BUFFERS = 2
 
 
 class RemoteEngine:
@@ -33,10 +35,19 @@ class RemoteEngine:
         *,
         images: ImageStore | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        device: str = "cpu",
+        weight_carrier: Wish = "auto",
         call_s: float = CALL_S,
         ack_s: float = ACK_S,
     ) -> None:
+        """`device` is where the trainer's weights are, "cpu" or "cuda".
+
+        Raises:
+            ConfigError: `weight_carrier` is not between these devices.
+        """
         self.info = info
+        self._device = torch.device(device, 0) if device == "cuda" else torch.device(device)  # the lead rank's is its first
+        self._kinds = kinds_to_try(weight_carrier, device, info.device)
         self.on_answer: Callable[[], None] = lambda: None
         """Called, from a thread of its own, when there is something for `step`, or the engine is lost."""
         self._link = link
@@ -52,7 +63,7 @@ class RemoteEngine:
         self._unfinished: set[str] = set()
         self._numbers = count()
         self._updates = count(1)
-        self._carriers: list[Carrier] = []
+        self._way: Way | None = None
         self._version = 0
         self._thread = threading.Thread(target=self._collect, name="engine-answers", daemon=True)
         self._thread.start()
@@ -136,40 +147,33 @@ class RemoteEngine:
         """See `RolloutEngine`: in buckets, each of which every rank of the engine acknowledges.
 
         Raises:
-            WeightSyncError: a bucket was lost or changed, or a rank's model does not take it.
+            WeightSyncError: a bucket was lost or changed, a rank's model does not take it, or no carrier reaches all ranks.
             DeadlineError: the engine does not take a bucket in time.
             ServerLostError: its process is gone.
         """
         update = next(self._updates)
         ledger = Ledger(update, self.info.ranks)
+        if self._way is None:  # before anything is begun, which an engine may not survive when it is not brought to its end
+            self._way = open_way(self._kinds, self, self.info.ranks, self._device)
         self.call("begin_update", update)
-        sender = BucketSender(ledger, self._buffers(), self._take, bucket_bytes=self._bucket_bytes, ack_s=self._ack_s)
         try:
-            sender.send(weights)
+            carriers = self._way.carriers()
+            BucketSender(ledger, carriers, self._take, bucket_bytes=self._bucket_bytes, ack_s=self._ack_s).send(weights)
             ack = ledger.close(self.call("finish_update", version, ledger.counts))
+            self._way.rest()
         except BaseException:
-            self._drop_buffers()  # the engine may still be reading in them
+            self._leave_way()  # the engine may still be reading in its memory
             raise
         self._version = version
         return ack
 
     def _take(self, bucket: Bucket, payload: Payload) -> "Future[Sequence[BucketAck]]":
-        return self._start("take_bucket", bucket, payload)
+        return self.start("take_bucket", bucket, payload)
 
-    def _buffers(self) -> list[Carrier]:
-        """Where buckets are put: memory that the engine maps, if it can."""
-        if not self._carriers:
-            shares = can_share()
-            if shares:
-                probe = Probe()
-                shares = probe.is_answer(self.call("read_probe", probe.payload))
-            self._carriers = [SharedCarrier() if shares else InlineCarrier() for _ in range(BUFFERS)]
-        return list(self._carriers)
-
-    def _drop_buffers(self) -> None:
-        carriers, self._carriers = self._carriers, []
-        for carrier in carriers:
-            carrier.close()
+    def _leave_way(self) -> None:
+        way, self._way = self._way, None
+        if way is not None:
+            way.close()
 
     def update_adapter(self, adapter: LoraTensors, at: AdapterId) -> WeightAck:
         # Copies: a slice of a larger tensor would be sent with all of that.
@@ -187,13 +191,14 @@ class RemoteEngine:
             DeadlineError: it does not answer in time.
             ServerLostError: the engine's process is gone.
         """
-        answer = self._start(method, *args, files=files)
+        answer = self.start(method, *args, files=files)
         try:
             return answer.result(self._call_s)
         except TimeoutError:
             raise DeadlineError(f"the engine did not answer '{method}' within {self._call_s:g} s") from None
 
-    def _start(self, method: str, *args: Any, files: tuple[bytes, ...] = ()) -> "Future[Any]":
+    def start(self, method: str, *args: Any, files: tuple[bytes, ...] = ()) -> "Future[Any]":
+        """As `call`, which waits for this."""
         number, answer = next(self._numbers), Future[Any]()
         with self._changed:
             if self._lost is not None:
@@ -207,7 +212,7 @@ class RemoteEngine:
         """Let go of the engine; its process is whoever's who started it. Idempotent."""
         self._closed = True
         self._lose(ServerLostError("the server was stopped"))
-        self._drop_buffers()
+        self._leave_way()
 
     def _files(self, chunks: Sequence[Chunk]) -> tuple[bytes, ...]:
         hashes = image_hashes_in(chunks)

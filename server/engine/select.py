@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from opentinker.config.job import EngineConfig, LoraConfig
+from opentinker.config.server import EngineConfig, LoraConfig
 from opentinker.errors import ConfigError
 from opentinker.server.engine.host import BucketEngine
 from opentinker.server.images import ImageStore

@@ -29,10 +29,12 @@ from opentinker.client.messages import (
     chunk_tokens,
     placed_images,
 )
-from opentinker.config.job import EngineConfig
+from opentinker.config.server import EngineConfig
 from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck
 from opentinker.server.carriers import Payload
+from opentinker.server.device_carriers import IpcPayload, read_device_probe
+from opentinker.server.device_groups import Invitation
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed, sampling_logprobs
@@ -437,13 +439,22 @@ class TransformersEngine:
         self._features.clear()
         for held in list(self._adapters):
             self.drop_adapter(held)
+        IpcPayload.let_go()
         self._arrivals, self._received, self._written = Arrivals(0, update), {}, {}
 
+    def read_probes(self, payload: Payload) -> Sequence[bytes]:
+        return [read_device_probe(payload, 0)]
+
+    def join_group(self, invitation: Invitation) -> None:
+        raise WeightSyncError("the engine 'transformers' joins no NCCL group", hint="set engine.kind=vllm")
+
     def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
+        memory = payload.open()  # also of one that is refused: the sender may be bringing it
         self._arrivals.admit(bucket)
-        return [self._arrivals.note(bucket, self._write(bucket.tensors(payload.open())))]
+        return [self._arrivals.note(bucket, self._write(bucket.tensors(memory)))]
 
     def finish_update(self, version: int, counts: Mapping[int, int]) -> Sequence[WeightAck]:
+        IpcPayload.let_go()
         self._arrivals.close(counts)
         return [self._finish(version)]
 

@@ -23,15 +23,23 @@ from opentinker.client.messages import (
     chunk_tokens,
     placed_images,
 )
-from opentinker.config.job import EngineConfig, LoraConfig
+from opentinker.config.server import EngineConfig, LoraConfig
 from opentinker.errors import ConfigError, EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
 from opentinker.server.buckets import Bucket, BucketAck, Ledger, merged
-from opentinker.server.carriers import Payload, SharedCarrier, SharedPayload
+from opentinker.server.carriers import InlinePayload, Payload, SharedCarrier
+from opentinker.server.device_groups import Invitation
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed
 from opentinker.server.engine.sleeping import Event, Sleeper
-from opentinker.server.engine.vllm_update import begin_update, finish_update, replace_weights, take_bucket
+from opentinker.server.engine.vllm_update import (
+    begin_update,
+    finish_update,
+    join_group,
+    read_worker_probe,
+    replace_weights,
+    take_bucket,
+)
 from opentinker.server.images import ImageStore, decode
 from opentinker.server.sending import BucketSender
 from opentinker.server.vision import auto_class, language_prefix
@@ -99,6 +107,8 @@ class VllmEngine:
                 if config.enforce_eager:
                     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in the ranks' processes, as `_compilation` is in this one
         if sleeps:
+            if not current_platform.is_sleep_mode_available():
+                raise EngineError(f"vLLM has no sleep mode on {current_platform.device_type}", hint="set engine.sleep=off")
             arguments["enable_sleep_mode"] = True
         if images is not None:
             arguments["mm_processor_cache_gb"] = 0  # what it would hold, the store holds
@@ -377,8 +387,14 @@ class VllmEngine:
         self._broken = True
         self._on_workers(begin_update, update)
 
+    def read_probes(self, payload: Payload) -> Sequence[bytes]:
+        return self._on_workers(read_worker_probe, payload)
+
+    def join_group(self, invitation: Invitation) -> None:
+        self._on_workers(join_group, invitation)
+
     def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
-        if self._relay is not None and not isinstance(payload, SharedPayload):
+        if self._relay is not None and isinstance(payload, InlinePayload):
             # It came from another machine: once from here on, and not once for each rank.
             self._relay.room(bucket.nbytes).copy_(payload.open()[: bucket.nbytes])
             payload = self._relay.payload(bucket.nbytes)

@@ -9,6 +9,8 @@ import torch
 from opentinker.errors import WeightSyncError
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck
 from opentinker.server.carriers import Payload
+from opentinker.server.device_carriers import IpcPayload, Joined, read_device_probe
+from opentinker.server.device_groups import Invitation, join
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import NamedTensors, WeightAck
 
@@ -48,11 +50,27 @@ def replace_weights(worker: Any, weights: NamedTensors) -> WeightAck:
     return _ack(model, digests, reported, expected)
 
 
+def read_worker_probe(worker: Any, payload: Payload) -> bytes:
+    """What the worker reads of a probe; empty where its memory is out of reach."""
+    return read_device_probe(payload, worker.rank)
+
+
+def join_group(worker: Any, invitation: Invitation) -> None:
+    """Make the worker one of the ranks that the trainer broadcasts to, in place of those of an earlier group.
+
+    Raises:
+        WeightSyncError: the others do not come, or NCCL does not connect them.
+    """
+    Joined.replace(None)
+    Joined.replace(join(invitation, worker.rank + 1, worker.device))
+
+
 def begin_update(worker: Any, update: int) -> None:
     """Make the worker's model ready for buckets: `reload_weights` in steps."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+    IpcPayload.let_go()  # of an update that was not brought to its end
     setattr(worker, _UPDATE, _Update(Arrivals(worker.rank, update), _expected(worker)))
     with set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(worker.get_model())
@@ -67,9 +85,10 @@ def take_bucket(worker: Any, bucket: Bucket, payload: Payload) -> BucketAck:
     from vllm.config import set_current_vllm_config
 
     update: _Update = getattr(worker, _UPDATE)
+    memory = payload.open(worker.rank)  # also of one that is refused: the sender may be bringing it to all ranks
     update.arrivals.admit(bucket)
     digests: dict[str, str] = {}
-    tensors = _received(bucket.tensors(payload.open()), digests, tied=_is_tied(worker), device=worker.device)
+    tensors = _received(bucket.tensors(memory), digests, tied=_is_tied(worker), device=worker.device)
     with set_current_vllm_config(worker.vllm_config):
         update.reported.update(worker.get_model().load_weights(tensors))
     return update.arrivals.note(bucket, digests)
@@ -86,6 +105,7 @@ def finish_update(worker: Any, counts: Mapping[int, int]) -> WeightAck:
 
     update: _Update = getattr(worker, _UPDATE)
     delattr(worker, _UPDATE)
+    IpcPayload.let_go()
     update.arrivals.close(counts)
     runner, model = worker.model_runner, worker.get_model()
     with set_current_vllm_config(worker.vllm_config):

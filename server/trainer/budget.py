@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from opentinker.client.messages import Datum, IntArray, TokenChunk
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import TooLargeError
 from opentinker.server.trainer.free_memory import free_bytes
 from opentinker.server.trainer.memory import (
@@ -71,6 +71,19 @@ class PassKind:
     lora: bool
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a pass may take on one device, and what it would."""
+
+    limit: float | None
+    """Bytes; None where nothing says so."""
+    cost: PassCost
+
+
+Rooms = Callable[[bool], Sequence[Room]]
+"""The rooms of all that make passes of one batch, each by the guess or, if told so, measured."""
+
+
 class MemoryBudget:
     """Packs data so that every pass fits. `free` says what is free now, None where nothing says so."""
 
@@ -79,16 +92,21 @@ class MemoryBudget:
         self._costs: dict[Hashable, PassCost] = {}
         self._used = config.pack_tokens
 
-    def check_state(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
-        """Is there room for the optimizer state and the gradients of these parameters?
+    def free(self, device: torch.device, sharing: int = 1) -> float | None:
+        """Bytes that are free, of which so many processes have a share; None where nothing says so."""
+        free = self._free(device)
+        return None if free is None else free / sharing
+
+    def check_state(self, parameters: Iterable[torch.nn.Parameter], free: float | None, ranks: int = 1) -> None:
+        """Is there room, in so many bytes, for the optimizer state and the gradients of these parameters, or for what each of
+        several ranks has of them?
 
         Raises:
             TooLargeError: there is not; nothing was made.
         """
-        free = self._free(device)
         moments = 2 if self._config.optimizer == "adamw_8bit" else 8
         # A gradient and the moments; and a master, where the parameter is none itself.
-        needed = sum(p.numel() * (4 + moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters)
+        needed = sum(p.numel() * (4 + moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters) / ranks
         if free is not None and needed > free:
             raise TooLargeError(
                 f"to train all parameters takes {gib(needed)} beside the model, and {gib(max(free, 0))} are free",
@@ -101,37 +119,60 @@ class MemoryBudget:
         Raises:
             TooLargeError: a datum, or data that stay together, cannot fit; nothing was computed.
         """
+
+        def rooms(measured: bool) -> list[Room]:
+            return [self.room(kind, size, reserve=reserve, measured=measured)]
+
+        return self.plan(data, rooms, size, lora=kind.lora, together=together)[0]
+
+    def room(self, kind: PassKind, size: ModelSize, *, reserve: int, measured: bool, sharing: int = 1) -> Room:
+        """What there is for a pass on this device, by the guess of what it takes or, if it is to be `measured`, by that.
+        So many processes are `sharing` what is free."""
+        cost = self._cost(kind, size) if measured else size.rough  # the first passes take buffers that stay
+        return Room(self._limit(kind.device, reserve, sharing), cost)
+
+    def plan(
+        self, data: Sequence[Datum], rooms: Rooms, size: ModelSize, *, lora: bool, together: int = 1
+    ) -> tuple[list[Pack], int]:
+        """(packs that fit into each of the rooms, the tokens that they were packed to).
+
+        Raises:
+            TooLargeError: as `packs`.
+        """
         packs = pack_data(data, self._config.pack_tokens, together=together)
-        limit = self._limit(kind.device, reserve)
-        if limit is None or not packs:
-            return packs
-        if all(size.rough.bytes(pass_shape(pack, windowed=size.windowed)) <= limit / 2 for pack in packs):
-            return packs
-        cost = self._cost(kind, size)
-        limit = self._limit(kind.device, reserve) or 0.0  # the first passes have taken buffers that stay
+        shapes = [pass_shape(pack, windowed=size.windowed) for pack in packs]
+        guessed = rooms(False) if packs else []
+        if all(room.limit is None or room.cost.bytes(shape) <= room.limit / 2 for room in guessed for shape in shapes):
+            return packs, self._config.pack_tokens
+        known = [(room.cost, float("inf") if room.limit is None else room.limit) for room in rooms(True)]
 
         def fits(pack: Pack) -> bool:
-            return cost.bytes(pass_shape(pack, windowed=size.windowed)) <= limit
+            return all(cost.bytes(pass_shape(pack, windowed=size.windowed)) <= limit for cost, limit in known)
 
         try:
             packs, used = plan_packs(data, self._config.pack_tokens, fits, together=together)
         except DoesNotFitError as error:
+            # The tightest is the one that has least room for a single sequence.
+            tokens, cost, limit = min(
+                ((cost.tokens_within(limit, windowed=size.windowed), cost, limit) for cost, limit in known),
+                key=lambda each: (each[0], each[2]),
+            )
             needed = cost.bytes(pass_shape(error.pack, windowed=size.windowed))
-            tokens = cost.tokens_within(limit, windowed=size.windowed)
             recomputes = self._config.activation_checkpointing
-            raise refusal(error, needed, limit, tokens, recomputes=recomputes, lora=kind.lora) from None
+            raise refusal(error, needed, limit, tokens, recomputes=recomputes, lora=lora) from None
         if used != self._used:
-            log.warning("event=packs_by_memory pack_tokens=%d used=%d spare=%s", self._config.pack_tokens, used, gib(limit))
+            spare = gib(min(limit for _, limit in known))
+            log.warning("event=packs_by_memory pack_tokens=%d used=%d spare=%s", self._config.pack_tokens, used, spare)
             self._used = used
-        return packs
+        return packs, used
 
     def forget(self, policy: str) -> None:
         """A policy is gone, and what was measured of its passes with it."""
         self._costs = {key: cost for key, cost in self._costs.items() if not (isinstance(key, tuple) and key[0] == policy)}
 
-    def _limit(self, device: torch.device, reserve: int) -> float | None:
+    def _limit(self, device: torch.device, reserve: int, sharing: int) -> float | None:
         free = self._free(device)
-        limits = [] if free is None else [SHARE * (free - reserve)]
+        limits = [] if free is None else [SHARE * (free / sharing - reserve)]
         limits += [] if self._config.memory_gb is None else [self._config.memory_gb * 1e9]
         return min(limits) if limits else None
 

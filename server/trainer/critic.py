@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.server.trainer import checkpoint, lora
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer

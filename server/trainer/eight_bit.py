@@ -48,12 +48,17 @@ class Quantized:
     def put(self, tensor: torch.Tensor) -> None:
         flat = torch.nn.functional.pad(tensor.reshape(-1), (0, self.codes.numel() - tensor.numel())).view_as(self.codes)
         self.scales.copy_(flat.abs().amax(1, keepdim=True))
-        unit = flat / self.scales.clamp_min(torch.finfo(torch.float32).tiny)
-        values = codebook(self._signed, flat.device)
-        codes = torch.bucketize(unit, (values[:-1] + values[1:]) / 2)
-        if not self._signed:
-            codes.masked_fill_((codes == 0) & (unit > 0), 1)
-        self.codes.copy_(codes)
+        self.codes.copy_(encoded(flat, self.scales, signed=self._signed))
+
+
+def encoded(values: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """The byte of each value below a scale that is no smaller, both float32 of shapes that match."""
+    unit = values / scales.clamp_min(torch.finfo(torch.float32).tiny)
+    book = codebook(signed, values.device)
+    codes = torch.bucketize(unit, (book[:-1] + book[1:]) / 2)
+    if not signed:
+        codes.masked_fill_((codes == 0) & (unit > 0), 1)
+    return codes
 
 
 class EightBitOptimizer(MasterOptimizer):
@@ -65,8 +70,8 @@ class EightBitOptimizer(MasterOptimizer):
         self._means = {name: Quantized(master, signed=True) for name, master in large.items()}
         self._roots = {name: Quantized(master, signed=False) for name, master in large.items()}
 
-    def _keeps_float(self, master: torch.Tensor) -> bool:
-        return master.numel() < SMALLEST
+    def _keeps_float(self, name: str) -> bool:
+        return self.parameters[name].numel() < SMALLEST
 
     def _move(
         self, names: Sequence[str], masters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], params: AdamParams

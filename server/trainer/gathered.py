@@ -8,7 +8,7 @@ import torch
 
 Gather = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
 """(name, full tensor) of each name, in any order."""
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 """Those of ours, as safetensors calls them."""
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,28 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, PolicySpec, TokenScore
-from opentinker.config.job import TrainerConfig
+from opentinker.client.messages import (
+    SCALAR_LOSSES,
+    AdamParams,
+    Datum,
+    FloatArray,
+    LossConfig,
+    PolicySpec,
+    TokenScore,
+    placed_images,
+)
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import ConfigError
+from opentinker.server.images import ImageStore
 from opentinker.server.trainer.base import ForwardBackwardResult
+from opentinker.server.trainer.budget import Room
 from opentinker.server.trainer.gathered import Gathered
 from opentinker.server.trainer.losses import merge_metrics
 from opentinker.server.trainer.optimizer import MasterOptimizer
-from opentinker.server.trainer.packing import pack_data
+from opentinker.server.trainer.packing import Pack, pack_data
 from opentinker.server.trainer.rank_process import LOAD_S, RankProcesses, RankSpec
 from opentinker.server.trainer.rank_trainer import AgreedError, RankTrainer
 from opentinker.server.trainer.ranks import Meeting, Ranks, buckets
-from opentinker.server.trainer.row_optimizer import RowOptimizer
 from opentinker.server.trainer.shares import Share, share_out
 from opentinker.server.trainer.trainer import looked_at_together, zeros
 
@@ -43,7 +53,15 @@ class LeadTrainer(RankTrainer):
     When a rank dies, fails alone or hangs, the command ends with a `RanksLostError` that names it, and so does every later one.
     """
 
-    def __init__(self, model_dir: Path, config: TrainerConfig, *, device: str, timeout_s: float = EXCHANGE_S) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        config: TrainerConfig,
+        *,
+        device: str,
+        timeout_s: float = EXCHANGE_S,
+        images: ImageStore | None = None,
+    ) -> None:
         """Starts the other ranks, each a process.
 
         Raises:
@@ -58,7 +76,7 @@ class LeadTrainer(RankTrainer):
         self._others.watch(started.ranks.abort)
         try:
             with self._sharing_cores():
-                super().__init__(Path(model_dir), config, started.ranks)
+                super().__init__(Path(model_dir), config, started.ranks, images)
             self._others.collect("while it loaded the model", LOAD_S)
         except BaseException:
             self.close()
@@ -81,6 +99,11 @@ class LeadTrainer(RankTrainer):
         self._tell("create_policy", policy, spec)
         self._known.add(policy)
 
+    def _check_state(self) -> None:
+        """For the rank that has least. What each holds whole, the gradients of what is no layer, is not counted."""
+        known = [free for free in self._all("free_share", [()] * self._ranks.count) if free is not None]
+        self._budget.check_state(self._model.trainable().values(), min(known, default=None), self._ranks.count)
+
     def delete_policy(self, policy: str) -> None:
         self._others.check()
         super().delete_policy(policy)
@@ -95,12 +118,13 @@ class LeadTrainer(RankTrainer):
 
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
         _ = self._critic(policy) if critic else self._get(policy)
-        norm: dict[str, float] = self._all("step_share", [(policy, params, critic)] * self._ranks.count)[0]
-        return norm
+        report: dict[str, float] = self._all("step_share", [(policy, params, critic)] * self._ranks.count)[0]
+        return report
 
     def forward_backward(self, policy: str, data: Sequence[Datum], loss: LossConfig, factor: float) -> ForwardBackwardResult:
-        self.check(policy, data, loss)
-        shares = self._share_out(data, looked_at_together(loss))
+        self._check_data(policy, data, loss)
+        scalar, together = loss.name in SCALAR_LOSSES, looked_at_together(loss)
+        shares = self._share_out(policy, data, scalar=scalar, trains=True, together=together)
         parts = self._all("train_share", [(policy, share, loss, factor) for share in shares])
         scores = _joined(data, shares, [part[0] for part in parts])
         metrics = merge_metrics([part[1] for part in parts])
@@ -109,22 +133,43 @@ class LeadTrainer(RankTrainer):
     def _score(
         self, policy: str, data: Sequence[Datum], compute: Sequence[TokenScore], temperature: float
     ) -> dict[TokenScore, list[FloatArray]]:
-        shares = self._share_out(data, 1)
+        shares = self._share_out(policy, data, scalar="values" in compute, trains=False, together=1)
         parts = self._all("score_share", [(policy, share, tuple(compute), temperature) for share in shares])
         return {name: _joined(data, shares, [part[name] for part in parts]) for name in compute}
 
-    def _share_out(self, data: Sequence[Datum], together: int) -> list[Share]:
+    def _share_out(self, policy: str, data: Sequence[Datum], *, scalar: bool, trains: bool, together: int) -> list[Share]:
         def pack(pack_tokens: int) -> Any:
             return pack_data(data, pack_tokens, together=together)
 
-        return share_out(data, self._ranks.count, self._config.pack_tokens, pack)
+        _, tokens = self._plan(policy, data, scalar=scalar, trains=trains, together=together)
+        own, *others = share_out(data, self._ranks.count, tokens, pack)
+        return [own, *(replace(share, images=self._files(share.data)) for share in others)]
+
+    def _files(self, data: Sequence[Datum]) -> tuple[bytes, ...]:
+        """Of the images that the data show, each once."""
+        images = self._images
+        if images is None:
+            return ()
+        hashes = dict.fromkeys(image.sha256 for datum in data for _, image in placed_images(datum.chunks))
+        return tuple(images.encoded(sha256) for sha256 in hashes)
+
+    def _packs(self, policy: str, data: Sequence[Datum], *, scalar: bool, trains: bool, together: int = 1) -> list[Pack]:
+        return self._plan(policy, data, scalar=scalar, trains=trains, together=together)[0]
+
+    def _plan(self, policy: str, data: Sequence[Datum], *, scalar: bool, trains: bool, together: int) -> tuple[list[Pack], int]:
+        """(packs that fit on every rank, the tokens that they were packed to), whichever rank gets which."""
+
+        def rooms(measured: bool) -> list[Room]:
+            return self._all("room_share", [(policy, scalar, trains, measured)] * self._ranks.count)
+
+        return self._budget.plan(data, rooms, self._size, lora=self.is_lora(policy), together=together)
 
     def _optimizer(self, name: str, parameters: Mapping[str, nn.Parameter]) -> MasterOptimizer:
         def gather(keys: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
             like = optimizer.like()
             return self._gather(f"optimizer {name}", keys, {key: like[key].nbytes for key in keys})
 
-        optimizer = RowOptimizer(parameters, self._ranks, gather)
+        optimizer = self._row_optimizer(parameters, gather)
         self._optimizers[name] = optimizer
         return optimizer
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import ConfigError
 from opentinker.server.engine.base import LoraTensors
 from opentinker.server.trainer.checkpoint import write_tensors

@@ -27,7 +27,7 @@ class MasterOptimizer:
         self.loss_scale = LossScale() if any(p.dtype == torch.float16 for p in self.parameters.values()) else None
         """Of float16: whoever computes gradients computes them so many times as large."""
         self.masters = {name: self._own(p.detach()).float() for name, p in self.parameters.items()}
-        kept = {name: master for name, master in self.masters.items() if self._keeps_float(master)}
+        kept = {name: master for name, master in self.masters.items() if self._keeps_float(name)}
         self.exp_avg = {name: torch.zeros_like(master) for name, master in kept.items()}
         self.exp_avg_sq = {name: torch.zeros_like(master) for name, master in kept.items()}
         # The buffers outlive a step, so that no step pays for fresh pages; `_filled` says which ones count.
@@ -40,8 +40,8 @@ class MasterOptimizer:
             for name, p in self.parameters.items()
         ]
 
-    def _keeps_float(self, master: torch.Tensor) -> bool:
-        """Whether the moments of this master are kept in float32, in `exp_avg` and `exp_avg_sq`."""
+    def _keeps_float(self, name: str) -> bool:
+        """Whether the moments of this parameter are kept in float32, in `exp_avg` and `exp_avg_sq`."""
         return True
 
     def close(self) -> None:
@@ -54,6 +54,10 @@ class MasterOptimizer:
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a parameter's values, or of anything of its shape, whose state is kept here: all of it."""
         return tensor
+
+    def _kept_of(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What `held` has of a tensor of `state`."""
+        return self._own(tensor)
 
     def _accumulate(self, name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -158,6 +162,13 @@ class MasterOptimizer:
         self._publish_masters()
         return norm
 
+    def report_step(self, params: AdamParams) -> dict[str, float]:
+        """`step`, and what there is to say of it."""
+        report = {"grad_norm": self.step(params)}
+        if self.loss_scale is not None:
+            report |= {"loss_scale": self.loss_scale.value, "steps_skipped": float(self.loss_scale.skipped)}
+        return report
+
     def _move(
         self, names: Sequence[str], masters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], params: AdamParams
     ) -> None:
@@ -232,7 +243,7 @@ class MasterOptimizer:
     def load_state(self, state: Mapping[str, torch.Tensor], step_count: int) -> None:
         """Continue from a `state` of the same names and shapes. Accumulated gradients are dropped."""
         for key, tensor in self.held().items():
-            tensor.copy_(self._own(state[key]))
+            tensor.copy_(self._kept_of(key, state[key]))
         self.step_count = step_count
         self.clear_gradients()
         self._publish_state(state)

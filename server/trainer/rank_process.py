@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import OpenTinkerError, ServerLostError, TrainerError
+from opentinker.server.images import ImageProcessor, ImageStore
 from opentinker.server.trainer.rank_trainer import AgreedError, RankTrainer
 from opentinker.server.trainer.ranks import Meeting, Ranks
+from opentinker.server.vision import takes_images
 
 START_S = 180.0
 """How long a process may take to import what it needs."""
@@ -293,7 +296,9 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _serve(connection: Connection, spec: RankSpec) -> None:
-    trainer = RankTrainer(Path(spec.model_dir), spec.config, Ranks(spec.meeting, spec.rank, torch.device(spec.device)))
+    model_dir, ranks = Path(spec.model_dir), Ranks(spec.meeting, spec.rank, torch.device(spec.device))
+    images = ImageStore(ImageProcessor(model_dir)) if takes_images(AutoConfig.from_pretrained(model_dir)) else None
+    trainer = RankTrainer(model_dir, spec.config, ranks, images)
     connection.send(("done", None))
     while True:
         method, arguments = connection.recv()

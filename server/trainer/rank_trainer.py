@@ -1,6 +1,7 @@
 """One rank of a trainer: what every rank runs of a command, each on its share of the data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from opentinker.client.messages import SCALAR_LOSSES, AdamParams, Datum, FloatArray, LossConfig, TokenChunk, TokenScore
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import TrainerError
+from opentinker.server.images import ImageStore
+from opentinker.server.trainer.budget import Room
+from opentinker.server.trainer.gathered import Gather
 from opentinker.server.trainer.identity import base_digest
 from opentinker.server.trainer.losses import merge_metrics
 from opentinker.server.trainer.model import PackedModel
@@ -18,9 +22,13 @@ from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.out_of_memory import memory_explained
 from opentinker.server.trainer.packing import Pack, pack_data
 from opentinker.server.trainer.ranks import Ranks
+from opentinker.server.trainer.row_eight_bit import EightBitRowOptimizer
 from opentinker.server.trainer.row_optimizer import RowOptimizer
 from opentinker.server.trainer.shares import Share
 from opentinker.server.trainer.trainer import NO_METRICS, TorchTrainer, zeros
+
+_GATHERED = 4
+"""Layers that are whole at a time: the one that is computed, the next, and gradients; measuring on a CPU does not see them."""
 
 Part = tuple[list[FloatArray], dict[str, float]]
 """What a rank's share gave: scores of each of its data, and the metrics."""
@@ -38,11 +46,11 @@ class RankTrainer(TorchTrainer):
     """Any other exception than `AgreedError` in a command that exchanges something leaves the other ranks waiting: they have to
     be ended."""
 
-    def __init__(self, model_dir: Path, config: TrainerConfig, ranks: Ranks) -> None:
+    def __init__(self, model_dir: Path, config: TrainerConfig, ranks: Ranks, images: ImageStore | None = None) -> None:
         self._ranks = ranks
         self._optimizers: dict[str, RowOptimizer] = {}
         self._problem: Exception | None = None
-        super().__init__(model_dir, config, device=ranks.device)
+        super().__init__(model_dir, config, device=ranks.device, images=images)
 
     def _load_base(self) -> PackedModel:
         base = super()._load_base()
@@ -56,17 +64,36 @@ class RankTrainer(TorchTrainer):
         if not _is_sharded(model):
             self._ranks.shard(model)
 
-    def _packs(self, policy: str, data: Sequence[Datum], *, scalar: bool, trains: bool, together: int = 1) -> list[Pack]:
-        """Of `pack_tokens`: no rank can measure a pass alone."""
-        return pack_data(data, self._config.pack_tokens, together=together)
+    def _check_state(self) -> None:
+        """The lead rank asks for all."""
+
+    def free_share(self) -> float | None:
+        """Bytes that are free to this rank."""
+        return self._budget.free(self._device, self._sharing)
+
+    @property
+    def _sharing(self) -> int:
+        """How many ranks have to do with the memory that is free here."""
+        return self._ranks.count if self._device.type == "cpu" else 1
+
+    def room_share(self, policy: str, scalar: bool, trains: bool, measured: bool) -> Room:
+        """What there is for a pass on this rank. To measure one, all ranks make it."""
+        kind, reserve = self._pass_kind(policy, scalar=scalar, trains=trains)
+        if self._device.type == "cpu" and self._exchanges(policy):
+            reserve += _GATHERED * self._ranks.layer_bytes(self._model)
+        return self._budget.room(kind, self._size, reserve=reserve, measured=measured, sharing=self._sharing)
 
     def _exchanges(self, policy: str) -> bool:
         """Whether the passes of the policy and its critic need all ranks."""
         return self._config.shard_base or not self.is_lora(policy)
 
     def _optimizer(self, name: str, parameters: Mapping[str, nn.Parameter]) -> MasterOptimizer:
-        self._optimizers[name] = RowOptimizer(parameters, self._ranks)
+        self._optimizers[name] = self._row_optimizer(parameters)
         return self._optimizers[name]
+
+    def _row_optimizer(self, parameters: Mapping[str, nn.Parameter], gather: Gather | None = None) -> RowOptimizer:
+        kind = EightBitRowOptimizer if self._config.optimizer == "adamw_8bit" else RowOptimizer
+        return kind(parameters, self._ranks, gather)
 
     def delete_policy(self, policy: str) -> None:
         super().delete_policy(policy)
@@ -84,7 +111,7 @@ class RankTrainer(TorchTrainer):
         Raises:
             AgreedError: it failed on any rank, in passes that exchange nothing.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self._shown(share):
             if self._exchanges(policy):
                 scores = self._score_packs(policy, share.data, share.packs, compute, temperature)
                 for _ in range(share.passes - len(share.packs)):
@@ -107,7 +134,7 @@ class RankTrainer(TorchTrainer):
         """
         scores, metrics = zeros(share.data), [NO_METRICS]
         self._problem = None
-        with self._trained_by(policy, loss).all_or_nothing():
+        with self._trained_by(policy, loss).all_or_nothing(), self._shown(share):
             try:
                 with memory_explained():
                     metrics += [self._train_pack(policy, share.data, pack, loss, factor, scores) for pack in share.packs]
@@ -121,6 +148,19 @@ class RankTrainer(TorchTrainer):
             if not self._ranks.agree(self._problem is None):
                 raise AgreedError(self._problem)
         return scores, merge_metrics(metrics)
+
+    @contextmanager
+    def _shown(self, share: Share) -> Iterator[None]:
+        """Hold the share's images, as long as its passes need them."""
+        if self._images is None or not share.images:  # the server's store holds the lead rank's
+            yield
+            return
+        hashes = tuple(self._images.add(share.images))
+        self._images.pin(hashes)
+        try:
+            yield
+        finally:
+            self._images.unpin(hashes)
 
     def _check_loss(self, loss_sum: float, factor: float) -> None:
         """The backward pass goes on, for the others' sake, and is taken back when all have done theirs."""
@@ -146,7 +186,7 @@ class RankTrainer(TorchTrainer):
         """
         optimizer = (self._critic(policy) if critic else self._get(policy)).optimizer
         try:
-            return {"grad_norm": optimizer.step(params)}
+            return optimizer.report_step(params)
         except TrainerError as error:
             raise AgreedError(error) from error
 

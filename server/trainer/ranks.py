@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from opentinker.errors import ConfigError
 from opentinker.server.trainer.model import PackedModel
+from opentinker.server.vision import language_prefix
 
 BUCKET_BYTES = 64 * 2**20
 """Tensors are exchanged together up to this size."""
@@ -98,6 +99,11 @@ class Ranks:
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of all ranks, entry by entry, in place."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
     def sum_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows of the sums of full tensors."""
         summed: list[torch.Tensor] = []
@@ -128,13 +134,12 @@ class Ranks:
 
     def shard(self, packed: PackedModel) -> None:
         """Deal out the parameters of the model's layers, in place: a layer is whole while it is computed, and gradients are
-        summed over the ranks. What is no layer (embeddings, last norm, head) is whole on every rank.
+        summed over the ranks. What is no layer (embeddings, last norm, head), or of a vision tower, is whole on every rank.
 
         Raises:
             ConfigError: the model does not say what its layers are.
         """
-        trunk = packed.model.base_model
-        layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
+        trunk, layers = packed.model.base_model, _layers(packed)
         if not layers:
             raise ConfigError(
                 f"{type(packed.model).__name__} has no layers that could be sharded",
@@ -152,6 +157,11 @@ class Ranks:
         fully_shard(trunk, mesh=self._mesh, ignored_params=whole)  # orders the layers' exchanges; it shards nothing itself
         packed.names.update({name: getattr(*place) for name, place in places.items()})
 
+    @staticmethod
+    def layer_bytes(packed: PackedModel) -> int:
+        """Of the largest layer, whole."""
+        return max((sum(p.nbytes for p in layer.parameters()) for layer in _layers(packed)), default=0)
+
     def _width(self, shape: torch.Size) -> int:
         """Numbers of the rank that has most of a tensor."""
         first, last = rows_of(shape[0], self.count, 0)
@@ -161,6 +171,13 @@ class Ranks:
         """[N, W]: the rows of each rank, with zeros behind the last ones."""
         missing = self.count * self._width(tensor.shape) - tensor.numel()
         return torch.nn.functional.pad(tensor.reshape(-1), (0, missing)).view(self.count, -1)
+
+
+def _layers(packed: PackedModel) -> list[Any]:
+    """Those of the language model, which every pass computes: a vision tower's, only those that show images."""
+    prefix = language_prefix(packed.model)
+    modules = packed.model.named_modules()
+    return [m for name, m in modules if name.startswith(prefix) and isinstance(m, GradientCheckpointingLayer)]
 
 
 def rows_of(size: int, ranks: int, rank: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """The optimizer of one policy on several ranks: each keeps masters and moments of its rows, and steps those."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -70,7 +70,12 @@ class RowOptimizer(MasterOptimizer):
 
     def state(self) -> Mapping[str, torch.Tensor]:
         assert self._gather is not None, "only the rank that saves asks for the state"
-        return Gathered(self.like(), self._gather)
+        return Gathered(self.like(), self._whole_state)
+
+    def _whole_state(self, keys: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors of the state."""
+        assert self._gather is not None
+        return self._gather(keys)
 
     def like(self) -> dict[str, torch.Tensor]:
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
@@ -78,5 +83,5 @@ class RowOptimizer(MasterOptimizer):
 
     def rows(self, keys: Sequence[str]) -> tuple[list[torch.Tensor], list[torch.Size]]:
         """(this rank's rows, the full shapes) of tensors of the state."""
-        held, like = self.held(), self.like()
-        return [held[key] for key in keys], [like[key].shape for key in keys]
+        held = self.held()
+        return [held[key] for key in keys], [self.parameters[key.split("/", 1)[1]].shape for key in keys]

@@ -25,6 +25,8 @@ class Share:
     packs: tuple[Pack, ...]
     passes: int
     """The packs of the rank that has most: ranks that compute together make as many passes each."""
+    images: tuple[bytes, ...] = ()
+    """The files of the images in its data, for a rank that has no store of the server's."""
 
 
 def share_out(data: Sequence[Datum], ranks: int, pack_tokens: int, pack: Callable[[int], list[Pack]]) -> list[Share]:

@@ -22,7 +22,7 @@ from opentinker.client.messages import (
     TokenScore,
 )
 from opentinker.config.base import parse_config
-from opentinker.config.job import LoraConfig, TrainerConfig
+from opentinker.config.server import LoraConfig, TrainerConfig
 from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError, TrainerError
 from opentinker.server.engine.base import LoraTensors
 from opentinker.server.images import ImageStore
@@ -123,8 +123,7 @@ class TorchTrainer:
         critic_config = None if spec.critic is None else parse_config(LoraConfig, spec.critic)
         head = ScalarHead(self._model.hidden_size, self._device, bias=False) if spec.head == "scalar" else None
         if spec.lora is None:
-            if self._config.ranks == 1:  # of several, each keeps a part
-                self._budget.check_state(self._model.trainable().values(), self._device)
+            self._check_state()
             self._before_full(self._model)
             parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
             self._policies[policy] = _Policy(self._optimizer(policy, parameters), None, (), head)
@@ -143,6 +142,10 @@ class TorchTrainer:
             self.delete_policy(policy)
             raise
         self._policies[policy] = replace(self._policies[policy], critic=critic)
+
+    def _check_state(self) -> None:
+        """Raises: TooLargeError when there is no room for the optimizer state of all parameters."""
+        self._budget.check_state(self._model.trainable().values(), self._budget.free(self._device))
 
     def _before_full(self, model: PackedModel) -> None:
         """A model is about to be trained in all its parameters, or was loaded beside one that is."""
@@ -221,10 +224,14 @@ class TorchTrainer:
 
     def _checked_packs(self, policy: str, data: Sequence[Datum], loss: LossConfig) -> list[Pack]:
         """See `check`; the packs that the data are trained in."""
+        self._check_data(policy, data, loss)
+        return self._packs(policy, data, scalar=loss.name in SCALAR_LOSSES, trains=True, together=looked_at_together(loss))
+
+    def _check_data(self, policy: str, data: Sequence[Datum], loss: LossConfig) -> None:
+        """`check` but for whether there is memory."""
         self._trained_by(policy, loss)
         self._model.check_tokens(data)
         check_arrays(data, loss)
-        return self._packs(policy, data, scalar=loss.name in SCALAR_LOSSES, trains=True, together=looked_at_together(loss))
 
     @memory_explained()
     def forward_backward(self, policy: str, data: Sequence[Datum], loss: LossConfig, factor: float) -> ForwardBackwardResult:
@@ -279,6 +286,11 @@ class TorchTrainer:
 
     def _packs(self, policy: str, data: Sequence[Datum], *, scalar: bool, trains: bool, together: int = 1) -> list[Pack]:
         """Packs of the data whose passes fit into memory; see `MemoryBudget.packs`."""
+        kind, reserve = self._pass_kind(policy, scalar=scalar, trains=trains)
+        return self._budget.packs(data, kind, self._size, reserve=reserve, together=together)
+
+    def _pass_kind(self, policy: str, *, scalar: bool, trains: bool) -> tuple[PassKind, int]:
+        """(such a pass, the bytes of gradients that are still to come)."""
         state = self._get(policy)
         optimizer = state.critic.optimizer if scalar and state.critic is not None else state.optimizer
         lora = state.lora is not None
@@ -294,16 +306,11 @@ class TorchTrainer:
                 raise _Undone
 
         kind = PassKind((policy, scalar, trains), run, self._device, self._model.random_tokens, lora)
-        reserve = optimizer.pending_bytes() if trains else 0
-        return self._budget.packs(data, kind, self._size, reserve=reserve, together=together)
+        return kind, optimizer.pending_bytes() if trains else 0
 
     @memory_explained()
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
-        optimizer = self._critic(policy).optimizer if critic else self._get(policy).optimizer
-        report = {"grad_norm": optimizer.step(params)}
-        if (scale := optimizer.loss_scale) is not None:
-            report |= {"loss_scale": scale.value, "steps_skipped": float(scale.skipped)}
-        return report
+        return (self._critic(policy).optimizer if critic else self._get(policy).optimizer).report_step(params)
 
     def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
         self._check_samples(policy)

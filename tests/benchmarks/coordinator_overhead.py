@@ -17,7 +17,7 @@ import numpy as np
 
 from opentinker.client.messages import Sample, SamplingParams
 from opentinker.config.agents import TurnsConfig
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Action, Message, Tool
 from opentinker.env.load import load_environment
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import opentinker as ot
-from opentinker.config.job import EngineConfig, EvaluationConfig, RolloutConfig, SamplingConfig, TrainerConfig
+from opentinker.config.rl import EvaluationConfig
+from opentinker.config.rollout import RolloutConfig, SamplingConfig
+from opentinker.config.server import EngineConfig, TrainerConfig
 from opentinker.scheduler.cluster import EmbeddedCluster
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from opentinker.client.messages import IntArray, Sample, SamplingParams
-from opentinker.config.job import RolloutConfig, SamplingConfig
+from opentinker.config.rollout import RolloutConfig, SamplingConfig
 from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer

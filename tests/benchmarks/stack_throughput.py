@@ -16,7 +16,7 @@ import numpy as np
 import opentinker as ot
 from opentinker.client.messages import IntArray, SampleRequest, SamplingParams, TokenChunk
 from opentinker.client.policy import PolicyClient
-from opentinker.config.job import EngineConfig
+from opentinker.config.server import EngineConfig
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 40, 32
 

@@ -36,7 +36,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opentinker.client.messages import Datum, LossConfig, PolicySpec, TokenChunk
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.server.trainer.packing import pack_data
 from opentinker.server.trainer.trainer import TorchTrainer
 

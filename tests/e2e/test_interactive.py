@@ -20,7 +20,7 @@ from opentinker.client.messages import SamplingParams
 _CHILD = """
 import sys
 import opentinker as ot
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from games import {environment}
 
 with ot.Client({url!r}, {key!r}) as client:

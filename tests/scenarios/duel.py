@@ -23,7 +23,8 @@ from typing import Any
 from opentinker.client.messages import AdamParams, LossConfig, Minibatch
 from opentinker.client.policy import PolicyClient
 from opentinker.config.base import parse_config
-from opentinker.config.job import LoraConfig, RLJobConfig
+from opentinker.config.job import RLJobConfig
+from opentinker.config.server import LoraConfig
 from opentinker.env.environment import Action, Message
 from opentinker.env.load import load_environment
 from opentinker.environments.gomoku.board import board_text, cell_name

@@ -19,7 +19,7 @@ import opentinker as ot
 from opentinker.client.messages import SamplingParams
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.client.users import UsersClient
-from opentinker.config.job import EngineConfig, TrainerConfig
+from opentinker.config.server import EngineConfig, TrainerConfig
 from opentinker.errors import NotFoundError
 from opentinker.scheduler.cluster import EmbeddedCluster
 from opentinker.scheduler.processes import processes_of

@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 
 from opentinker.client.messages import IntArray, Sample, SamplingParams
-from opentinker.config.job import RolloutConfig, SamplingConfig
+from opentinker.config.rollout import RolloutConfig, SamplingConfig
 from opentinker.env.environment import Action, Environment, Message, StepResult, Tool
 from opentinker.env.remote import remote_environment
 from opentinker.rollout.runner import RolloutRunner

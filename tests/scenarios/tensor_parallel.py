@@ -33,7 +33,7 @@ def main(ranks: int = 2) -> None:
     from transformers import AutoModelForCausalLM
 
     from opentinker.client.messages import TokenChunk
-    from opentinker.config.job import EngineConfig, LoraConfig
+    from opentinker.config.server import EngineConfig, LoraConfig
     from opentinker.server.buckets import BucketAck, Ledger
     from opentinker.server.engine.base import AdapterId, LoraTensors
     from opentinker.server.engine.host import EngineHost, HostedEngine

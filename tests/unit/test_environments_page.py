@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from opentinker.cli.main import app
 from opentinker.config.base import parse_config
-from opentinker.config.job import EnvironmentConfig, parse_job
+from opentinker.config.job import parse_job
+from opentinker.config.rollout import EnvironmentConfig
 from opentinker.env.checks import CheckOptions, check_environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from opentinker.checkpoints import MANIFEST
+from opentinker.checkpoints import MANIFEST, policy_root
 from opentinker.errors import ConfigError, UnavailableError
-from opentinker.storage import Mirror, Storage, all_checkpoints
+from opentinker.storage import Mirror, Storage, all_checkpoints, further_policies
 
 URLS: dict[str, Callable[[Path], str]] = {
     "memory": lambda folder: f"memory://{uuid.uuid4().hex}/runs",
@@ -67,6 +67,12 @@ def test_checkpoints_there_and_here_are_one_list(storage: Storage, node: Path) -
     assert [(c.name, c.version) for c in all_checkpoints(root, storage)] == names
     assert all_checkpoints(root, storage)[0].path == root / "final@3"
     assert all_checkpoints(node / "ann/job-2/checkpoints", storage) == []
+    storage.put_folder(saved(policy_root(root, "critic"), "final@3"), last=MANIFEST)
+    saved(policy_root(root, "actor"), "final@3")
+    (policy_root(root, "critic") / "final@3").rename(node / "gone too")
+    assert further_policies(root, storage) == ["actor", "critic"]
+    assert [(c.name, c.version) for c in all_checkpoints(root, storage)] == names
+    assert further_policies(node / "ann/job-2/checkpoints", storage) == []
 
 
 def test_half_an_upload_is_no_checkpoint_and_the_next_one_makes_it_whole(

@@ -8,7 +8,8 @@ from server_tools import serving
 from trainer_tools import assert_same, weights
 
 from opentinker.config.base import parse_config
-from opentinker.config.job import LoraConfig, RLJobConfig
+from opentinker.config.job import RLJobConfig
+from opentinker.config.server import LoraConfig
 from opentinker.env.load import load_environment
 from opentinker.environments.gomoku.board import board_text
 from opentinker.environments.gomoku_duel import GomokuDuel

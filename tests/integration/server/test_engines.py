@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from opentinker.client.messages import FloatArray, IntArray, Sample, SampleRequest, SampleResult, SamplingParams, TokenChunk
-from opentinker.config.job import EngineConfig
+from opentinker.config.server import EngineConfig
 from opentinker.errors import ContextOverflowError, EngineError, InvalidRequestError, WeightSyncError
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, RolloutEngine

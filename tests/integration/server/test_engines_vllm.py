@@ -1,5 +1,6 @@
 """What only the vLLM engine does: serving adapters, and living in a thread beside others."""
 
+import inspect
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from opentinker.client.messages import Sample, SampleRequest, SamplingParams, TokenChunk
-from opentinker.config.job import EngineConfig, LoraConfig
-from opentinker.errors import ConfigError, ContextOverflowError, EngineError, InvalidRequestError
+from opentinker.config.server import EngineConfig, LoraConfig
+from opentinker.errors import ConfigError, ContextOverflowError, EngineError, InvalidRequestError, WeightSyncError
+from opentinker.server.carriers import Probe
+from opentinker.server.device_groups import Invitation, invite
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors
 from opentinker.server.engine.select import create_engine
@@ -231,3 +234,36 @@ def test_a_cache_too_small_for_the_context_is_a_clear_error(tiny_model_dir: Path
     with pytest.raises(EngineError, match="vLLM cannot start") as caught:
         create_engine(tiny_model_dir, config, "float32", lora=None, stop_token_ids=(2,))
     assert "engine.cache_gib" in caught.value.hint
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is NCCL")
+def test_a_group_between_gpus_is_refused_here_by_the_vllm_that_would_make_it(engine: VllmEngine) -> None:
+    """The names and arguments that `device_groups.py` takes of vLLM are those of the one that is installed."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+    assert list(inspect.signature(uid_init_process_group).parameters) == [
+        "nccl_unique_id_bytes",
+        "rank",
+        "world_size",
+        "device",
+    ]
+    assert {"tensor", "src", "stream"} <= inspect.signature(PyNcclCommunicator.broadcast).parameters.keys()
+    with pytest.raises(WeightSyncError, match="there is no NCCL"):
+        invite(1)
+    with pytest.raises(WeightSyncError, match="rank 1 of 2 of the weights' NCCL group cannot join"):
+        engine.join_group(Invitation(bytes(128), 1))
+    probe = Probe()
+    assert probe.is_answer(*engine.read_probes(probe.payload))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a sleep mode")
+def test_an_engine_that_cannot_sleep_says_so_before_it_loads_and_vllm_would_refuse_too(tiny_model_dir: Path) -> None:
+    config = EngineConfig(kind="vllm", max_model_len=128, cache_gib=0.02)
+    with pytest.raises(EngineError, match="vLLM has no sleep mode on cpu") as refused:
+        create_engine(tiny_model_dir, config, "float32", lora=None, stop_token_ids=(2,), sleeps=True)
+    assert refused.value.hint == "set engine.sleep=off"
+    from vllm import EngineArgs
+
+    with pytest.raises(ValueError, match="Sleep mode is not supported"):
+        EngineArgs(model=str(tiny_model_dir), enable_sleep_mode=True).create_engine_config()

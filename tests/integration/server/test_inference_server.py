@@ -7,7 +7,7 @@ import pytest
 from server_tools import FAST, LORA, PROMPT, REWARDED, Server, datum, serving
 
 from opentinker.client.messages import LossConfig, Minibatch, SamplingParams
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import CheckpointError, ConflictError
 
 

@@ -13,7 +13,7 @@ from server_tools import FAST, LORA, PROMPT, REWARDED, START_S, Server, datum, s
 
 from opentinker.client.messages import AdamParams, LossConfig, Minibatch, SamplingParams
 from opentinker.client.policy import PolicyClient
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import (
     ConflictError,
     EngineError,

@@ -12,7 +12,7 @@ from server_tools import FAST, LORA, Server, datum, serving, wait_until
 
 from opentinker.checkpoints import checkpoints
 from opentinker.client.messages import LossConfig, Minibatch
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import CheckpointError, InvalidRequestError
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import Parts

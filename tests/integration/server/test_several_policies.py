@@ -12,7 +12,7 @@ from server_tools import FAST, LORA, PROMPT, Server, datum, serving, wait_until
 from opentinker.checkpoints import checkpoints
 from opentinker.client.messages import AdamParams, Datum, FloatArray, LossConfig, Minibatch, SamplingParams, TokenChunk
 from opentinker.client.policy import PolicyClient
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import AuthenticationError, CheckpointError, ConfigError, ConflictError, VersionNotServedError
 
 OTHER = LoraConfig(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj"))

@@ -103,7 +103,7 @@ import torch
 torch.set_num_threads(1)
 from trainer_tools import make_data, make_datum
 from opentinker.client.messages import AdamParams, LossConfig, PolicySpec
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import TooLargeError, TrainerError
 from opentinker.server.trainer.packing import pack_data
 from opentinker.server.trainer.trainer import TorchTrainer

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from trainer_tools import assert_same, gradients, make_data, make_trainer
 
 from opentinker.client.messages import AdamParams, LossConfig, PolicySpec
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.errors import ConfigError
 
 LOSS = LossConfig(name="ppo", entropy_coefficient=0.1)

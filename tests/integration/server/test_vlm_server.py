@@ -17,6 +17,7 @@ from trainer_tools import gradients
 from vlm_tools import IMAGE_TOKENS, build_tiny_vlm, picture
 
 from opentinker.client.messages import (
+    AdamParams,
     Chunk,
     Datum,
     FloatArray,
@@ -30,12 +31,13 @@ from opentinker.client.messages import (
     chunk_tokens,
     placed_images,
 )
-from opentinker.config.job import EngineConfig, LoraConfig, TrainerConfig
+from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig
 from opentinker.errors import ConfigError, EngineError, ImageMissingError, InvalidRequestError, TooLargeError
 from opentinker.server import images
 from opentinker.server.engine.select import create_engine
 from opentinker.server.images import ImageProcessor, ImageStore
 from opentinker.server.trainer import prefixes
+from opentinker.server.trainer.lead_trainer import LeadTrainer
 from opentinker.server.trainer.packing import pack_data
 from opentinker.server.trainer.trainer import TorchTrainer
 
@@ -395,6 +397,31 @@ def test_packed_logprobs_and_gradients_are_those_of_the_models_own_forward_pass(
         scale = float(parameter.grad.abs().max())
         torch.testing.assert_close(ours[name], parameter.grad, rtol=0, atol=1e-4 * scale + noise, msg=name)
     assert any(float(g.abs().max()) > 1e-3 for name, g in ours.items() if "vision_model" in name)
+
+
+def test_two_ranks_train_what_one_trains_whichever_of_them_sees_the_images(vlm_dir: Path, store: ImageStore) -> None:
+    config = {"dtype": "float32", "pack_tokens": 64}
+    one = TorchTrainer(vlm_dir, TrainerConfig.model_validate(config), device="cpu", images=store)
+    two = LeadTrainer(vlm_dir, TrainerConfig.model_validate({**config, "ranks": 2}), device="cpu", timeout_s=60.0, images=store)
+    data, loss = vlm_data(store), LossConfig(name="cross_entropy")
+    try:
+        for lora in (None, {"rank": 4}):
+            for trainer in (one, two):
+                trainer.create_policy("p", PolicySpec(lora=lora, seed=3))
+            for batch in (data, data[:1]):  # the second shows images to one rank only
+                results = [trainer.forward_backward("p", batch, loss, 0.1) for trainer in (one, two)]
+                assert results[0].loss == pytest.approx(results[1].loss, rel=1e-5)
+                for a, b in zip(results[0].logprobs, results[1].logprobs, strict=True):
+                    np.testing.assert_allclose(a, b, atol=1e-5)
+                norms = [trainer.optim_step("p", AdamParams(learning_rate=1e-4))["grad_norm"] for trainer in (one, two)]
+                assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+            scores = [trainer.forward("p", data)["logprobs"] for trainer in (one, two)]
+            for a, b in zip(*scores, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-4)
+            for trainer in (one, two):
+                trainer.delete_policy("p")
+    finally:
+        two.close()
 
 
 def test_an_adapter_changes_the_language_model_alone_and_peft_agrees(vlm_dir: Path, store: ImageStore, tmp_path: Path) -> None:

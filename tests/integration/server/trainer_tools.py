@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from opentinker.client.messages import Datum, LossConfig, TokenChunk
-from opentinker.config.job import TrainerConfig
+from opentinker.config.server import TrainerConfig
 from opentinker.server.trainer.trainer import TorchTrainer
 
 VOCABULARY = 512

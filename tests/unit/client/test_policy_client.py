@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from opentinker.client import http
 from opentinker.client.messages import AdamParams, Sample, SampleResult, SamplingParams, TokenChunk
 from opentinker.client.policy import PolicyClient
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import (
     AuthenticationError,
     ConflictError,

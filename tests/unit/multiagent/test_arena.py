@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opentinker.config.agents import TurnsConfig
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Action, Message
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 import opentinker.rollout.sampler as sampler_module
 from opentinker.client.messages import Sample, SamplingParams
 from opentinker.config.agents import OnLate, TurnsConfig
-from opentinker.config.job import RolloutConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Action, Message, Tool
 from opentinker.env.load import load_environment
 from opentinker.environments.gomoku_duel import GomokuDuel
@@ -214,6 +214,18 @@ async def test_simultaneous_agents_sample_side_by_side_and_the_environment_sees_
     assert all_of_them.peak == 3
     assert [list(seen) for seen in Together.seen] == [["a", "b", "c"]] * 2
     assert all(groups[name][0].episodes[0].rewards == [1.0, 1.0] for name in Together.agents)
+
+
+async def test_an_action_that_the_environment_never_saw_is_no_turn_of_the_episode() -> None:
+    hangs = Talker(hangs=[1])
+    game = runner(Together, "forfeit", turn_timeout_s=1.5, member_retries=0)
+    groups = await game.run(policies(Together, b=hangs.player()), ["x"], 1, step=0)
+    assert len(Together.seen) == 1, "when b left, the second actions of a and c were there, and were not shown"
+    for name in ("a", "c"):
+        episode = groups[name][0].episodes[0]
+        assert episode.rewards == [1.0]
+        assert [t.actions for t in episode.trajectories] == [1], "what is not seen is not trained on"
+        assert episode.messages[-1]["role"] == "user"
 
 
 class Bidding(MultiAgentEnvironment):

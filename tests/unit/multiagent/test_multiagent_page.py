@@ -11,7 +11,8 @@ import yaml
 import opentinker as ot
 from opentinker.client.submission import prepare
 from opentinker.config.base import parse_config
-from opentinker.config.job import RLJobConfig, RolloutConfig
+from opentinker.config.job import RLJobConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.load import load_environment
 from opentinker.multiagent.arena import cross_play
 from opentinker.multiagent.players import ScriptedPlayer
@@ -65,11 +66,13 @@ def test_the_configs_parse() -> None:
             "lora": {"rank": 16},
             "environment": {"name": "gomoku_duel"},
             "algorithm": {"group_size": 8},
+            "agents": {"black": {}, "white": {}},
         }
         job = parse_config(RLJobConfig, fields | yaml.safe_load(text))
-        assert job.policies == ["black", "white"]
-    sent = prepare(ROOT / "configs" / "gomoku_duel.yaml")
-    assert sent.config.engine.max_adapters == 2
+        alone = ["white"] if job.coordinator else ["black"]
+        assert job.policies == (alone if job.coordinator or job.agents["white"].elsewhere else ["black", "white"])
+    for file, adapters in (("gomoku_duel.yaml", 2), ("gomoku_league.yaml", 3)):
+        assert prepare(ROOT / "configs" / file).config.engine.max_adapters == adapters
 
 
 def test_what_the_page_names_is_there() -> None:

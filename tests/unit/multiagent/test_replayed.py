@@ -10,7 +10,7 @@ from test_games import Bidding, Debate, Letters, Relay, policies, runner
 from opentinker.algorithms.select import advantage_function
 from opentinker.client.messages import Sample, SamplingParams
 from opentinker.config.algorithms import GRPOConfig
-from opentinker.config.job import RolloutConfig, SamplingConfig
+from opentinker.config.rollout import RolloutConfig, SamplingConfig
 from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.rollout.runner import RolloutRunner
 from opentinker.rollout.types import Episode, Group

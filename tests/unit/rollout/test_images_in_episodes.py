@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from opentinker.client.messages import Chunk, ImageChunk, IntArray, Sample, SamplingParams, TokenChunk, chunk_tokens
-from opentinker.config.job import RolloutConfig, SamplingConfig
+from opentinker.config.rollout import RolloutConfig, SamplingConfig
 from opentinker.env.environment import Action, Environment, Message, StepResult, Tool
 from opentinker.errors import ConfigError, InvalidRequestError, OpenTinkerError, RenderingError, UnavailableError
 from opentinker.images import Image

@@ -224,13 +224,24 @@ def test_what_is_shown_and_earned_while_others_act_belongs_to_the_next_and_the_l
 
 
 def test_an_agent_whose_action_is_not_done_when_the_episode_ends_keeps_its_earlier_ones() -> None:
-    for events, rewards in (([], [0.5 - 2.0]), ([ACT], [0.5, -2.0])):
+    ends = []
+    for events in ([], [ACT]):
         subject = machine(waits=True, room=200, max_turns=9)
         for event in (RESET, TurnGranted(), ACT, GOES_ON, TurnGranted(), *events):
             subject.handle(event)
         assert subject.handle(EpisodeEnded(reward=-2.0)) == Finish(Termination.DONE)
-        assert subject.rewards == rewards
-        assert sum(t.actions for t in subject.trajectories) == len(rewards)
+        assert subject.rewards == [0.5 - 2.0], "an action that the environment never saw earned nothing"
+        assert sum(t.actions for t in subject.trajectories) == 1
+        ends.append(([t.tokens.tolist() for t in subject.trajectories], subject.messages))
+    assert ends[0] == ends[1], "it is as if it had not been sampled"
+
+
+def test_who_only_said_what_the_environment_never_saw_has_nothing_to_learn_from() -> None:
+    subject = machine(waits=True)
+    for event in (RESET, TurnGranted(), ACT, EpisodeEnded(reward=-2.0)):
+        subject.handle(event)
+    assert (subject.rewards, subject.early_reward) == ([], -2.0)
+    assert sum(t.action_tokens for t in subject.trajectories) == 0
 
 
 @pytest.mark.parametrize("keeps_prefix", [True, False])
@@ -367,7 +378,11 @@ class AnyEpisode(RuleBasedStateMachine):
     def end(self, event: Event) -> None:
         shared = self.waits or not isinstance(event, EpisodeEnded)
         if shared and isinstance(event, LEGAL[type(self.subject.pending)]):
+            if isinstance(event, EpisodeEnded) and self.waiting(Step):
+                self.said.pop()  # the environment never saw it
             self.handle(event)
+            if isinstance(event, EpisodeEnded):
+                assert sum(t.actions for t in self.subject.trajectories) == len(self.subject.rewards)
 
     @invariant()
     def a_token_is_in_the_loss_if_and_only_if_it_was_sampled_and_has_a_logprob(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from opentinker.client.messages import IntArray, Sample, SamplingParams
-from opentinker.config.job import RolloutConfig, SamplingConfig
+from opentinker.config.rollout import RolloutConfig, SamplingConfig
 from opentinker.env.environment import Action, Environment, Message, StepResult, Tool
 from opentinker.errors import (
     ContextOverflowError,

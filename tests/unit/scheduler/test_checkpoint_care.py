@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from opentinker.checkpoint_marks import Marks
+from opentinker.checkpoints import policy_root
 from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
 from opentinker.scheduler.records import Scope
 from opentinker.scheduler.users import Caller
@@ -14,9 +15,9 @@ from opentinker.scheduler.users import Caller
 ANN = Caller("ann", frozenset({Scope.SUBMIT}))
 
 
-def save(job: dict[str, Any], name: str, version: int) -> Path:
+def save(job: dict[str, Any], name: str, version: int, policy: str | None = None) -> Path:
     """What the job's server would have written."""
-    folder = Path(job["run_dir"]) / "checkpoints" / f"{name}@{version}"
+    folder = policy_root(Path(job["run_dir"]) / "checkpoints", policy) / f"{name}@{version}"
     folder.mkdir(parents=True)
     state = {"kind": "full", "model_type": "llama", "step": version, "created_at": 100.0 + version, "version": version}
     (folder / "trainer_state.json").write_text(json.dumps(state))
@@ -106,6 +107,46 @@ async def test_what_an_open_job_would_go_on_from_is_not_deleted(world: Any) -> N
     await world.service.cancel("ann", job["id"])
     await world.service.delete_checkpoint("ann", job["id"], "step-000002", ANN)
     assert await refs(world, job) == []
+
+
+async def test_those_of_further_policies_are_listed_under_their_policy_and_treated_alike(world: Any) -> None:
+    job = await submit(world)
+    save(job, "final", 1)
+    save(job, "final", 2, "critic")
+    folder = save(job, "step-000003", 3, "critic")
+    save(job, "step-000004", 4, "critic")
+    listed = await world.service.checkpoints("ann", job["id"])
+    base = f"ann/{job['id']}"
+    assert [(row["policy"], row["ref"]) for row in listed] == [
+        ("critic", f"{base}/critic/step-000004@4"),
+        ("critic", f"{base}/critic/step-000003@3"),
+        ("critic", f"{base}/critic/final@2"),
+        (None, f"{base}/final@1"),
+    ]
+    view = await world.service.tag_checkpoint("ann", job["id"], "critic/final", "good", ANN)
+    assert (view["ref"], view["policy"], view["tags"]) == (f"{base}/critic/final@2", "critic", ["good"])
+    assert [row["tags"] for row in await world.service.checkpoints("ann", job["id"])] == [[], [], ["good"], []]
+    with pytest.raises(ConflictError, match="critic/final@2 has the tag 'good'") as error:
+        await world.service.delete_checkpoint("ann", job["id"], "critic/final", ANN)
+    assert error.value.hint == f"opentinker checkpoint untag {job['id']} critic/good"
+    with pytest.raises(NotFoundError, match="has no tag 'good'"):
+        await world.service.untag_checkpoint("ann", job["id"], "good", ANN)
+    await world.service.untag_checkpoint("ann", job["id"], "critic/good", ANN)
+    await world.service.delete_checkpoint("ann", job["id"], "critic/step-000003", ANN)
+    assert not folder.exists()
+    with pytest.raises(ConflictError, match="critic/step-000004@4 is what its job would go on from"):
+        await world.service.delete_checkpoint("ann", job["id"], "critic/step-000004", ANN)
+    await world.service.delete_checkpoint("ann", job["id"], "critic/final@2", ANN)
+    assert [row["ref"] for row in await world.service.checkpoints("ann", job["id"])] == [
+        f"{base}/critic/step-000004@4",
+        f"{base}/final@1",
+    ]
+    with pytest.raises(NotFoundError, match=r"policy 'critic' of job .* has no checkpoint 'final'") as missing:
+        await world.service.delete_checkpoint("ann", job["id"], "critic/final", ANN)
+    assert missing.value.hint == "it has step-000004@4"
+    for name in ("../final", "critic/../final", "critic/final@2/x"):
+        with pytest.raises(InvalidRequestError):
+            await world.service.delete_checkpoint("ann", job["id"], name, ANN)
 
 
 async def test_another_users_checkpoints_do_not_exist(world: Any) -> None:

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opentinker.config.base import parse_config
-from opentinker.config.job import Resources, RoleResources, ServerConfig
+from opentinker.config.resources import Resources, RoleResources
+from opentinker.config.server import ServerConfig
 from opentinker.errors import ConfigError
 from opentinker.scheduler.placement import (
     Allocation,

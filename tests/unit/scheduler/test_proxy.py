@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from opentinker.client.policy import PolicyClient
-from opentinker.config.job import LoraConfig
+from opentinker.config.server import LoraConfig
 from opentinker.errors import AuthenticationError, JobFailedError, NotFoundError, ServerLostError
 from opentinker.policy_tokens import further_token
 from opentinker.scheduler import api

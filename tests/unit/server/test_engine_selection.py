@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from opentinker.config.job import EngineConfig, parse_job
+from opentinker.config.job import parse_job
+from opentinker.config.server import EngineConfig
 from opentinker.errors import ConfigError
 from opentinker.server.engine import select
 

@@ -308,7 +308,8 @@ def test_weights_reach_an_engine_on_this_machine_and_on_another(shares_memory: b
             assert server.end(f"p{number}").result["parameters"] == 3
             assert version_of(server.end(f"s{number}")) == number
         kind = SharedCarrier if shares_memory else InlineCarrier
-        assert [type(carrier) for carrier in server.remote._carriers] == [kind, kind]
+        assert server.remote._way is not None
+        assert [type(carrier) for carrier in server.remote._way.carriers()] == [kind, kind]
 
 
 def test_a_method_that_no_engine_has_is_refused() -> None:

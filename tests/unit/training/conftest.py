@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.training.recorder import Recorder
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "multiagent"))  # coordinators for tests are there
 STOP = 0
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -47,6 +49,8 @@ def tokenizer_files() -> dict[str, bytes]:
 
 class BanditPolicy:
     """Says one digit. `calls` records what the loop asked for."""
+
+    policy = "own"
 
     def __init__(self) -> None:
         self.files = tokenizer_files()
@@ -156,7 +160,7 @@ class BanditPolicy:
         self.saved[name] = self.logits.copy()
         self.drivers[name] = driver
         self.kept[name] = keep_last
-        return {"path": f"/checkpoints/{name}", "manifest": {}}
+        return {"path": f"/checkpoints/{name}", "name": name, "version": self.version, "manifest": {}}
 
     async def load(self, name: str) -> dict[str, Any]:
         self.calls.append(f"load {name}")

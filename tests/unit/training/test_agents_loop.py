@@ -51,7 +51,7 @@ def make_policy(policy: Any) -> Any:
             self.made: dict[str, Any] = {}
             self.asked: list[tuple[str, Any, int]] = []
 
-        async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0) -> Any:
+        async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0, critic: Any = None) -> Any:
             self.asked.append((name, lora, seed))
             self.made[name] = type(policy)()
             return self.made[name]
@@ -286,8 +286,9 @@ def test_an_environment_for_one_takes_no_agents_and_one_for_several_needs_them(m
         ({"a": {}, "b": {"lora": {"rank": 8}}}, {}, "agents.b.lora.rank is above lora.rank"),
         ({"a": {"lora": {"rank": 2}}, "b": {}}, {}, "agents.a has the job's own policy"),
         ({"a": {}, "b": {"algorithm": {"kind": "grpo", "group_size": 4}}}, {}, "need the same group_size"),
-        ({"a": {}, "b": {"algorithm": {"kind": "ppo"}}}, {}, "cannot learn by PPO with a critic yet"),
-        ({"a": {}, "b": {}}, {"evaluation": {"keep_best": True}}, "are for a job of one agent"),
+        ({"a": {}, "b": {}}, {"start_from": "job-1/final"}, "start_from is for a job of one agent"),
+        ({"a": {}, "b": {}}, {"evaluation": {"agent": "c"}}, "'c' is no agent that a policy plays; policies play a, b"),
+        ({}, {"evaluation": {"agent": "c"}}, "this job has no agents"),
         ({"a": {}, "b": {"sampling": {"max_tokens": 4096}}}, {}, "agents.b.sampling.max_tokens (4096) leaves no room"),
         ({}, {"turns": {"on_late": "skip"}}, "turns are those of several agents"),
         ({"a": {"polcy": "b"}, "b": {}}, {}, "policy"),

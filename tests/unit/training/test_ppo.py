@@ -9,7 +9,8 @@ import pytest
 from opentinker.algorithms.gae import gae
 from opentinker.client.messages import AdamParams, Sample
 from opentinker.config.algorithms import CriticConfig, KLConfig, OverlongConfig, PPOConfig
-from opentinker.config.job import LoraConfig, parse_job
+from opentinker.config.job import parse_job
+from opentinker.config.server import LoraConfig
 from opentinker.errors import ConfigError
 from opentinker.rollout.trajectory import RunKind, Trajectory
 from opentinker.rollout.types import Episode, Group, Termination

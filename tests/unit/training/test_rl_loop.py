@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from opentinker.client.messages import AdamParams
-from opentinker.config.job import RLTrainingConfig
+from opentinker.config.rl import RLTrainingConfig
 from opentinker.env.environment import Environment, StepResult
 from opentinker.errors import ConfigError, EpisodesFailedError, UnavailableError
 from opentinker.images import Image
-from opentinker.training.rl import FRUITLESS_STEPS, RLLoop, scheduled
+from opentinker.training.loop import FRUITLESS_STEPS
+from opentinker.training.rl import RLLoop, scheduled
 
 
 async def test_the_reward_rises_and_the_held_out_score_with_it(policy, seven, make_config, recorder) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from opentinker.config.job import EnvironmentConfig, TasksConfig
+from opentinker.config.rollout import EnvironmentConfig
+from opentinker.config.tasks import TasksConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import ListTasks, TaskSource
 from opentinker.errors import ConfigError, EnvironmentLoadError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opentinker.config.job import EvaluationConfig, StopConfig
+from opentinker.config.rl import EvaluationConfig, StopConfig
 from opentinker.env.environment import Environment
 from opentinker.errors import ConfigError
 from opentinker.training.recorder import Recorder

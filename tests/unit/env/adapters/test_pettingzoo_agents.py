@@ -19,7 +19,8 @@ from pettingzoo.classic import connect_four_v3, rps_v2, tictactoe_v3
 from opentinker.client.functions import refuse_adapter_functions
 from opentinker.client.messages import Sample, SamplingParams
 from opentinker.config.agents import TurnsConfig
-from opentinker.config.job import RLJobConfig, RolloutConfig
+from opentinker.config.job import RLJobConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.adapters.pettingzoo_parallel import PettingZooParallel
 from opentinker.env.environment import Action, Environment, Message
 from opentinker.env.load import load_environment, load_for_one

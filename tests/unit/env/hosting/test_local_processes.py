@@ -13,7 +13,7 @@ import pytest
 from hosted_environments import Doer, ProcessDoer
 from hosting_tools import alive, until
 
-from opentinker.config.job import RolloutConfig, SamplingConfig
+from opentinker.config.rollout import RolloutConfig, SamplingConfig
 from opentinker.env.environment import Action, Environment
 from opentinker.env.processes import ProcessSession, SessionFactory
 from opentinker.env.threads import UserThreads

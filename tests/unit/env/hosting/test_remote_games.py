@@ -10,7 +10,8 @@ from hosting_tools import Serve
 
 from opentinker.config.agents import TurnsConfig
 from opentinker.config.base import parse_config
-from opentinker.config.job import RLJobConfig, RolloutConfig
+from opentinker.config.job import RLJobConfig
+from opentinker.config.rollout import RolloutConfig
 from opentinker.env.environment import Environment, Message
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError

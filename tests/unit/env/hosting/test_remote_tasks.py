@@ -13,8 +13,9 @@ from hosted_environments import Doer
 from hosting_tools import TOKEN, Serve, hosted
 
 from opentinker.client.submission import prepare
-from opentinker.config.job import EnvironmentConfig, parse_job
+from opentinker.config.job import parse_job
 from opentinker.config.requirements import check_secrets
+from opentinker.config.rollout import EnvironmentConfig
 from opentinker.env import remote
 from opentinker.env.environment import Action
 from opentinker.env.load import load_environment

@@ -1,0 +1,280 @@
+"""How weights reach an engine in another process: the best way that is proved to reach every rank, acknowledged as any other.
+The GPU is faked where torch and NCCL would be called; all of ours is real."""
+
+import inspect
+import logging
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+import torch
+from split_tools import START_S, PickledLink
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from opentinker.config.base import parse_config
+from opentinker.config.server import EngineConfig
+from opentinker.errors import ConfigError, WeightSyncError
+from opentinker.server import device_carriers, ways
+from opentinker.server.buckets import Arrivals, Bucket, BucketAck
+from opentinker.server.carriers import Payload
+from opentinker.server.device_carriers import IpcPayload, Joined, read_device_probe
+from opentinker.server.device_groups import Group, Invitation, within
+from opentinker.server.digest import tensor_digest
+from opentinker.server.engine.base import WeightAck
+from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
+from opentinker.server.engine.remote import RemoteEngine
+from opentinker.server.ways import Wish, kinds_to_try
+
+RANKS = 2
+WEIGHTS = {f"layers.{number}": torch.randn(7, 5) for number in range(12)} | {"head": torch.randn(100, 9)}
+
+
+@dataclass
+class Gpu:
+    """What torch's CUDA IPC and NCCL do, of which a test may break a part."""
+
+    exported: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    opened: list[bytes] = field(default_factory=list)
+    shares: bool = True
+    connects: bool = True
+    sent: "queue.Queue[torch.Tensor]" = field(default_factory=queue.Queue)
+    broken: bool = False
+    groups: int = 0
+    closed: int = 0
+
+    def export(self, memory: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        handle = b"handle %d" % len(self.exported)
+        self.exported[handle] = memory
+        return None, (*range(7), handle, *range(7))
+
+    def open(self, *arguments: Any) -> torch.Tensor:
+        if not self.shares:
+            raise RuntimeError("peer access is not supported between these two devices")
+        self.opened.append(arguments[7])
+        return self.exported[arguments[7]]
+
+    def join(self, invitation: Invitation, rank: int, device: Any, timeout_s: float = 0.0) -> Group:
+        if not self.connects:
+            raise WeightSyncError(f"rank {rank} waited for the others in vain")
+        self.groups += rank == 0
+        return FakeGroup(self, rank)
+
+
+@dataclass
+class FakeGroup:
+    gpu: Gpu
+    rank: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def broadcast(self, memory: torch.Tensor) -> None:
+        if self.rank == 0:
+            for _ in range(RANKS):
+                self.gpu.sent.put(memory.clone())
+            return
+        memory.copy_(self.gpu.sent.get(timeout=START_S))
+        if self.gpu.broken:
+            memory[0] ^= 1
+
+    def close(self) -> None:
+        self.gpu.closed += self.rank == 0
+
+
+class TwoRanks:
+    """An engine of two ranks that only keeps weights."""
+
+    ranks = RANKS
+    max_model_len = 64
+    version = 0
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.updates = 0
+        self.tensors: list[dict[str, torch.Tensor]] = []
+
+    def read_probes(self, payload: Payload) -> Sequence[bytes]:
+        return [read_device_probe(payload, rank) for rank in range(RANKS)]
+
+    def join_group(self, invitation: Invitation) -> None:
+        assert invitation.ranks == RANKS
+        Joined.replace(self.gpu.join(invitation, 1, None))
+
+    def begin_update(self, update: int) -> None:
+        self.updates += 1
+        self.arrivals = [Arrivals(rank, update) for rank in range(RANKS)]
+        self.tensors = [{} for _ in range(RANKS)]
+
+    def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
+        return [self._take(rank, bucket, memory) for rank, memory in enumerate([payload.open(rank) for rank in range(RANKS)])]
+
+    def _take(self, rank: int, bucket: Bucket, memory: torch.Tensor) -> BucketAck:
+        self.arrivals[rank].admit(bucket)
+        received = {name: tensor.clone() for name, tensor in bucket.tensors(memory)}
+        self.tensors[rank] |= received
+        return self.arrivals[rank].note(bucket, {name: tensor_digest(tensor) for name, tensor in received.items()})
+
+    def finish_update(self, version: int, counts: Mapping[int, int]) -> Sequence[WeightAck]:
+        IpcPayload.let_go()
+        for arrivals in self.arrivals:
+            arrivals.close(counts)
+        return [WeightAck(dict(a.digests), frozenset(a.digests), frozenset(a.digests)) for a in self.arrivals]
+
+    def has_unfinished(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """It has nothing."""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    faked = Gpu()
+    monkeypatch.setattr(device_carriers, "reduce_tensor", faked.export)
+    monkeypatch.setattr(device_carriers, "rebuild_cuda_tensor", faked.open)
+    monkeypatch.setattr(ways, "invite", lambda ranks: Invitation(b"id", ranks))
+    monkeypatch.setattr(ways, "join", faked.join)
+    yield faked
+    IpcPayload.let_go()
+    Joined.replace(None)
+
+
+@contextmanager
+def connected(gpu: Gpu, wish: Wish = "auto") -> Iterator[tuple[RemoteEngine, TwoRanks]]:
+    engine = TwoRanks(gpu)
+    host = EngineHost(lambda: HostedEngine(cast(BucketEngine, engine)))
+    info = replace(host.start(START_S), device="cuda")
+    remote = RemoteEngine(PickledLink(host), info, bucket_bytes=300, device="cuda", weight_carrier=wish)
+    remote._device = torch.device("cpu")
+    try:
+        yield remote, engine
+    finally:
+        remote.close()
+        host.stop()
+
+
+def kind_of(remote: RemoteEngine) -> str:
+    assert remote._way is not None
+    return remote._way.kind
+
+
+def assert_arrived(engine: TwoRanks) -> None:
+    for received in engine.tensors:
+        assert received.keys() == WEIGHTS.keys()
+        assert all(torch.equal(received[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+@pytest.mark.parametrize(
+    ("wish", "trainer", "engine", "kinds"),
+    [
+        ("auto", "cuda", "cuda", ("ipc", "nccl", "host")),
+        ("auto", "cpu", "cuda", ("host",)),
+        ("auto", "cuda", "cpu", ("host",)),
+        ("auto", "cpu", "cpu", ("host",)),
+        ("host", "cuda", "cuda", ("host",)),
+        ("ipc", "cuda", "cuda", ("ipc",)),
+        ("nccl", "cuda", "cuda", ("nccl",)),
+    ],
+)
+def test_weights_stay_on_gpus_where_both_ends_are_unless_the_config_says_otherwise(
+    wish: Wish, trainer: str, engine: str, kinds: tuple[str, ...]
+) -> None:
+    assert kinds_to_try(wish, trainer, engine) == kinds
+
+
+def test_a_way_between_gpus_is_refused_where_an_end_has_none() -> None:
+    with pytest.raises(ConfigError, match="weight_carrier=nccl is between GPUs; the trainer is on cuda, the engine on cpu"):
+        kinds_to_try("nccl", "cuda", "cpu")
+    with pytest.raises(ConfigError, match="weight_carrier"):
+        parse_config(EngineConfig, {"weight_carrier": "carrier pigeon"})
+
+
+def test_memory_that_every_rank_reads_carries_the_weights_and_each_export_is_opened_once(gpu: Gpu) -> None:
+    with connected(gpu) as (remote, engine):
+        for version in (1, 2):
+            ack = remote.update_weights(WEIGHTS.items(), version)
+            assert remote.version == version
+            assert ack.digests == {name: tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
+            assert_arrived(engine)
+            assert not IpcPayload._opened, "a mapping would keep the trainer's memory taken"
+        assert kind_of(remote) == "ipc"
+        assert len(gpu.opened) == len(set(gpu.opened)), "torch counts one opening for each export"
+        assert gpu.groups == 0
+
+
+def test_a_broadcast_carries_them_where_memory_cannot_be_mapped_and_its_group_is_made_once(gpu: Gpu) -> None:
+    gpu.shares = False
+    with connected(gpu) as (remote, engine):
+        for version in (1, 2):
+            remote.update_weights(WEIGHTS.items(), version)
+            assert_arrived(engine)
+        assert kind_of(remote) == "nccl"
+        assert gpu.groups == 1
+        assert gpu.closed == 0
+    assert gpu.closed == 1
+
+
+def test_the_hosts_memory_carries_them_where_neither_works_and_the_log_says_why(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.shares = gpu.connects = False
+    with caplog.at_level(logging.WARNING), connected(gpu) as (remote, engine):
+        remote.update_weights(WEIGHTS.items(), 1)
+        assert_arrived(engine)
+        assert kind_of(remote) == "host"
+    assert "event=weight_carrier kind=host" in caplog.text
+    assert "cannot read the trainer's GPU memory" in caplog.text
+    assert "waited for the others in vain" in caplog.text
+
+
+@pytest.mark.parametrize("wish", ["ipc", "nccl"])
+def test_a_way_that_is_asked_for_and_does_not_reach_the_engine_fails_before_anything_is_written(gpu: Gpu, wish: Wish) -> None:
+    gpu.shares = gpu.connects = False
+    with connected(gpu, wish) as (remote, engine):
+        with pytest.raises(WeightSyncError, match=f"do not reach the engine, {wish}") as caught:
+            remote.update_weights(WEIGHTS.items(), 1)
+        assert "engine.weight_carrier=host" in caught.value.hint
+        assert remote.version == 0
+        assert engine.updates == 0
+        gpu.shares = gpu.connects = True  # it works again without a new server
+        remote.update_weights(WEIGHTS.items(), 2)
+        assert kind_of(remote) == wish
+
+
+def test_bytes_that_change_on_the_way_are_an_error_and_the_next_update_has_a_new_group(gpu: Gpu) -> None:
+    gpu.broken = True
+    with connected(gpu, "nccl") as (remote, engine):
+        with pytest.raises(WeightSyncError, match="changed, in bucket 0 of trainer rank 0"):
+            remote.update_weights(WEIGHTS.items(), 1)
+        assert remote.version == 0
+        assert gpu.closed == 1
+        gpu.broken = False
+        remote.call("read_probe", ways.Probe().payload)  # behind all buckets of the update that failed
+        assert gpu.sent.empty(), "a bucket that was refused was not received, and its broadcast would wait for ever"
+        remote.update_weights(WEIGHTS.items(), 2)
+        assert_arrived(engine)
+        assert gpu.groups == 2
+
+
+def test_memory_that_cannot_be_opened_any_more_is_an_error_of_the_publish(gpu: Gpu) -> None:
+    with connected(gpu, "ipc") as (remote, _):
+        remote.update_weights(WEIGHTS.items(), 1)
+        gpu.shares = False
+        with pytest.raises(WeightSyncError, match="GPU memory cannot be opened here: peer access is not supported"):
+            remote.update_weights(WEIGHTS.items(), 2)
+        assert remote.version == 1
+
+
+def test_the_device_is_where_torch_takes_it_from() -> None:
+    """Of what an export holds, which is torch's own business, one number is replaced."""
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[device_carriers._DEVICE] == "storage_device"
+
+
+def test_a_peer_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None:
+    answers: queue.Queue[Group] = queue.Queue()
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 3 of the weights' NCCL group waited 0\.01 s for the others"):
+        within(answers.get, 0.01, "rank 0 of 3")
+    answers.put(cast(Group, "all came"))  # frees the thread that was left behind
+    with pytest.raises(WeightSyncError, match="rank 1 of 3 of the weights' NCCL group cannot join: no such device"):
+        within(lambda: (_ for _ in ()).throw(RuntimeError("no such device")), 60, "rank 1 of 3")
