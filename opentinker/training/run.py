@@ -4,7 +4,8 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -15,10 +16,11 @@ from opentinker.config.job import JobConfig, PreferenceJobConfig, RLJobConfig, S
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
-from opentinker.errors import ConfigError
+from opentinker.errors import AgentLostError, ConfigError
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.metrics import Row, summarize
+from opentinker.training.opponents import delete_made
 from opentinker.training.preference import PreferenceLoop
 from opentinker.training.preference_report import render_preference_report, summarize_preference
 from opentinker.training.progress import row_line
@@ -61,11 +63,13 @@ def run_rl_job(
     code_dir: str | Path | None = None,
     listeners: tuple[Listener, ...] = (),
     resume: bool = False,
+    servers: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Drive the job to its end; blocks. The summary, which is also in `run_dir` (see `Recorder`).
 
     `code_dir` is the folder that a `file.py:Class` environment is relative to. With `resume` the run in `run_dir` goes on
-    from its last checkpoint, or starts anew if it has none.
+    from its last checkpoint, or starts anew if it has none. `servers` are those that the job has beside its own, by name:
+    {"endpoint", "token", "policy"}.
 
     Raises:
         ConfigError: the config or its environment is wrong.
@@ -76,15 +80,11 @@ def run_rl_job(
     job = parse_config(RLJobConfig, config)
     base_dir = Path(code_dir) if code_dir else None
     environment = checked_environment(job, base_dir)
-    client = PolicyClient(endpoint, token, policy)
     if job.agents:
-
-        def connect_agents(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
-            return AgentsLoop.connect(job, environment, client, recorder, base_dir, steps=agents_run.steps_saved or (0,))
-
-        steps, folder = job.training.steps, Path(run_dir)
-        agents_run = _Run(job, steps, folder, listeners, resume, summarize_agents, render_agents_report)
-        return agents_run.drive(client, connect_agents, started)
+        make = partial(_Run, job, job.training.steps, Path(run_dir), listeners)
+        access = {"": {"endpoint": endpoint, "token": token, "policy": policy}, **(servers or {})}
+        return _drive_agents(job, environment, make, access, base_dir, resume, started)
+    client = PolicyClient(endpoint, token, policy)
 
     def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
         return RLLoop.connect(job, environment, client, recorder, base_dir)
@@ -150,6 +150,45 @@ def _on_examples(
     return lambda client, recorder: connect(job, client, recorder, base_dir)
 
 
+def _drive_agents(
+    job: RLJobConfig,
+    environment: type[Environment],
+    make: Callable[[bool, Summarize, Render], "_Run"],
+    access: Mapping[str, Mapping[str, str]],
+    base_dir: Path | None,
+    resume: bool,
+    started: float,
+) -> dict[str, Any]:
+    """Drive a job of several agents; `access` is what clients of its servers take, by name, "" for its own. When the driver of
+    other agents is lost, and this one's servers are not, it goes back to its checkpoints and joins anew, as often as the job
+    may be restarted: its own scheduler may start that driver again."""
+    rejoins = 0
+    while True:
+        run = make(resume or rejoins > 0, summarize_agents, render_agents_report)
+        clients = {name: PolicyClient(**fields) for name, fields in access.items()}
+        own, further = clients[""], {name: client for name, client in clients.items() if name}
+
+        async def connect(
+            client: PolicyClient,
+            recorder: Recorder,
+            run: "_Run" = run,
+            further: Mapping[str, PolicyClient] = further,
+            again: bool = rejoins > 0,
+        ) -> Loop:
+            if again:
+                await delete_made(job, {"": client, **further})  # they are made anew, from their checkpoints
+            steps = run.steps_saved or (0,)
+            return await AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further, steps=steps)
+
+        try:
+            return run.drive(own, connect, started, others=list(further.values()))
+        except AgentLostError as lost:
+            if rejoins >= job.scheduling.max_restarts or not saved_steps(run.folder):
+                raise
+            rejoins += 1
+            logger.warning("joins anew (%d of %d): %s", rejoins, job.scheduling.max_restarts, lost)
+
+
 class _Run:
     """One run's folder, and the loop that fills it."""
 
@@ -166,6 +205,7 @@ class _Run:
         def log(row: Row) -> None:
             logger.info(row_line(row, steps))
 
+        self.folder = folder
         self._steps = steps
         self.steps_saved = saved_steps(folder) if resume else []
         """Those after which the run could go on."""
@@ -186,7 +226,11 @@ class _Run:
         self._sinks = make_sinks(asked, folder, fields, resume_at=resume_at)
 
     def drive(
-        self, client: PolicyClient, connect: Callable[[PolicyClient, Recorder], Awaitable[Loop]], started: float
+        self,
+        client: PolicyClient,
+        connect: Callable[[PolicyClient, Recorder], Awaitable[Loop]],
+        started: float,
+        others: Sequence[PolicyClient] = (),
     ) -> dict[str, Any]:
         async def work() -> str:
             loop: Loop | None = None
@@ -198,7 +242,7 @@ class _Run:
             finally:
                 if loop is not None:
                     await loop.close()
-                await client.close()
+                await asyncio.gather(*(each.close() for each in (client, *others)))
 
         checkpoint = None
         try:
