@@ -112,7 +112,8 @@ class AgentsLoop(EpisodesLoop):
             references = reference_players(config.arena.references, environment, config.agents, base_dir)
             draw = partial(self._tasks.standing, seed + ARENA_SEED, config.arena.tasks)
             fixed = self._opponents.fixed
-            self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, fixed, draw)
+            at_once = config.rollout.max_concurrent_episodes
+            self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, fixed, draw, at_once)
 
     @classmethod
     async def connect(

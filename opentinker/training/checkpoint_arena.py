@@ -126,7 +126,8 @@ async def play_versions(
     seed = config.training.seed + ARENA_SEED
     runner = GameRunner(make, seats, config.rollout, config.turns, seed)
     tasks = JobTasks(environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir)
-    games = MatchPlayer(runner, seats.agents, partial(tasks.standing, seed, arena.tasks), arena.samples, arena.score)
+    draw, at_once = partial(tasks.standing, seed, arena.tasks), config.rollout.max_concurrent_episodes
+    games = MatchPlayer(runner, seats.agents, draw, arena.samples, arena.score, at_once)
     casts = [(name, dict.fromkeys(seats.agents, name)) for name in seated]
     homes = {version.name: _homes(config, version.agent, seats.agents, arena) for version in players}
     try:
