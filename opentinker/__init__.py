@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
     from opentinker.config.arena import ArenaConfig
+    from opentinker.config.coordination import CoordinatorConfig
     from opentinker.config.job import InferenceJobConfig, InteractiveJobConfig, RLJobConfig
     from opentinker.config.opponents import ChatModelConfig, PoolConfig
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from opentinker.config.rl import EvaluationConfig
     from opentinker.config.rollout import RolloutConfig, SamplingConfig
     from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig
+    from opentinker.config.servers import FurtherServerConfig
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
     from opentinker.env.remote import RemoteEnvironment, remote_environment
@@ -54,6 +56,7 @@ _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
     "opentinker.client.messages": ("AdamParams",),
     "opentinker.client.submitted": ("SubmittedJob",),
+    "opentinker.config.coordination": ("CoordinatorConfig",),
     "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
     "opentinker.config.agents": ("AgentConfig", "TurnsConfig"),
     "opentinker.config.arena": ("ArenaConfig",),
@@ -63,6 +66,7 @@ _HOMES = {
     "opentinker.config.opponents": ("ChatModelConfig", "PoolConfig"),
     "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
     "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
+    "opentinker.config.servers": ("FurtherServerConfig",),
     "opentinker.env.datasets": ("load_tasks",),
     "opentinker.env.environment": ("Action", "Environment", "Message", "StepResult"),
     "opentinker.env.remote": ("RemoteEnvironment", "remote_environment"),
@@ -107,6 +111,7 @@ __all__ = [
     "BradleyTerry",
     "ChatModelConfig",
     "Client",
+    "CoordinatorConfig",
     "CriticConfig",
     "DrGRPO",
     "EngineConfig",
@@ -114,6 +119,7 @@ __all__ = [
     "EnvironmentChooses",
     "EvaluationConfig",
     "Free",
+    "FurtherServerConfig",
     "GeneratedTasks",
     "Image",
     "InferenceJobConfig",

@@ -170,6 +170,13 @@ class ServerLostError(JobFailedError):
     code = "server_lost"
 
 
+class AgentLostError(OpenTinkerError):
+    """Another process that drove an agent of this run is gone; the detail says which, and why."""
+
+    code = "agent_lost"
+    status = 409
+
+
 class EnvironmentLoadError(ConfigError):
     """The environment class cannot be imported or is not an Environment."""
 

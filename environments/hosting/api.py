@@ -23,6 +23,7 @@ from opentinker.env.frames import (
 )
 from opentinker.environments.hosting import json_values
 from opentinker.environments.hosting.auth import Token
+from opentinker.environments.hosting.coordination import MAX_BODY_BYTES, PREFIX, Coordination
 from opentinker.environments.hosting.hub import Hub
 from opentinker.errors import (
     InvalidRequestError,
@@ -47,9 +48,11 @@ class _MethodError(OpenTinkerError):
 
 
 class Api:
-    """POST /reset, /step, /finalize, /close, /tasks, /reset/batch, /step/batch; GET /health, /stats, /info."""
+    """POST /reset, /step, /finalize, /close, /tasks, /reset/batch, /step/batch; GET /health, /stats, /info; and those below
+    /coordinator."""
 
     def __init__(self, hub: Hub, token: Token) -> None:
+        self.coordination = Coordination(hub)
         self._hub = hub
         self._token = token
         # A step without an index takes the next one of its session.
@@ -66,6 +69,7 @@ class Api:
             "/health": self._health,
             "/stats": self._stats,
             "/info": self._info,
+            f"{PREFIX}/runs": lambda: self.coordination.coordinator.runs(),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +80,11 @@ class Api:
             return
         status, headers = 200, []
         try:
-            body, kind = json_values.dumps(await self._answer(scope, receive)), b"application/json"
+            answer = await self._answer(scope, receive)
+            if isinstance(answer, bytes):
+                body, kind = answer, b"application/x-msgpack"
+            else:
+                body, kind = json_values.dumps(answer), b"application/json"
         except OpenTinkerError as error:
             status, body, kind = error.status, json_values.dumps(error.to_problem()), b"application/problem+json"
             if isinstance(error, RateLimitedError):
@@ -87,7 +95,7 @@ class Api:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _answer(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+    async def _answer(self, scope: Scope, receive: Receive) -> dict[str, Any] | bytes:
         path, method = scope["path"].rstrip("/") or "/", scope["method"]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if path != "/health":
@@ -96,16 +104,18 @@ class Api:
             if method != "GET":
                 raise _MethodError(f"{path} is asked for with GET")
             return self._gets[path]()
-        if path not in self._posts:
+        coordinates = path.startswith(f"{PREFIX}/")
+        if path not in self._posts and not coordinates:
             known = ", ".join((*self._posts, *self._gets))
             raise NotFoundError(f"there is no {path} here", hint=f"there are {known}")
         if method != "POST":
             raise _MethodError(f"{path} is asked for with POST")
-        body = json_values.loads(await self._body(headers, receive))
+        if coordinates:
+            return await self.coordination.answer(path, await self._body(headers, receive, MAX_BODY_BYTES))
+        body = json_values.loads(await self._body(headers, receive, self._hub.settings.max_body_bytes))
         return await self._posts[path](body, headers.get("x-opentinker-job", "")[:200])
 
-    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
-        limit = self._hub.settings.max_body_bytes
+    async def _body(self, headers: Mapping[str, str], receive: Receive, limit: int) -> bytes:
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > limit:
             raise TooLargeError(f"the body has {int(length):,} bytes; the limit is {limit:,}", hint=MAX_BODY_HINT)

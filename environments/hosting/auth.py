@@ -40,6 +40,11 @@ class Token:
         value = f"ote-{secrets.token_urlsafe(32)}"
         return cls(value), value
 
+    @property
+    def value(self) -> str:
+        """The secret itself, for a server that is its own client."""
+        return self._value.decode()
+
     def check(self, header: str) -> None:
         """Look at an Authorization header, in constant time.
 

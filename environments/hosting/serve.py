@@ -12,6 +12,7 @@ import uvicorn
 
 from opentinker.environments.hosting.api import Api
 from opentinker.environments.hosting.auth import Token
+from opentinker.environments.hosting.coordination import Coordination
 from opentinker.environments.hosting.hub import Hub
 from opentinker.environments.hosting.settings import HostSettings
 from opentinker.environments.hosting.stream import Stream
@@ -50,6 +51,7 @@ class EnvironmentServer:
         self._port = port
         self._server: _Uvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._coordination: Coordination | None = None
 
     async def start(self) -> None:
         """Bind the port, start the workers, answer.
@@ -69,8 +71,11 @@ class EnvironmentServer:
         def stream(config: Any, server_state: Any, app_state: Any, _loop: Any = None) -> asyncio.Protocol:
             return Stream(self.hub, self._token, server_state.connections)
 
+        api = Api(self.hub, self._token)
+        self._coordination = api.coordination
+        api.coordination.begin(self._local_url(), self._token.value)
         config = uvicorn.Config(
-            cast(Any, Api(self.hub, self._token)),
+            cast(Any, api),
             ws=cast(Any, stream),
             log_level="warning",
             access_log=False,
@@ -89,13 +94,21 @@ class EnvironmentServer:
             await asyncio.sleep(0.005)
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Let open sessions go on for up to `drain_s`, then end all processes and close the port."""
+        """Let open sessions go on for up to `drain_s`, then end all processes and close the port. Runs that are coordinated
+        here end at once, and their drivers are told."""
+        if self._coordination is not None:
+            await self._coordination.coordinator.stop()
         await self.hub.stop(drain_s)
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait([self._serving], timeout=STOP_S)
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
+
+    def _local_url(self) -> str:
+        """The address by which the server reaches itself."""
+        anywhere = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}
+        return f"http://{anywhere[self._host]}:{self.url.rpartition(':')[2]}" if self._host in anywhere else self.url
 
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET

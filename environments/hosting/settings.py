@@ -24,3 +24,5 @@ class HostSettings:
     """Of a task or an action; a larger one is refused."""
     drain_s: float = 30.0
     """After SIGTERM, how long open sessions may go on."""
+    lease_s: float = 20.0
+    """A driver of a run that is coordinated here is lost when it gives no sign of life for so long."""

@@ -38,6 +38,22 @@ class TurnsConfig(Config):
     """What becomes of an episode in which an agent's turn takes too long or its policy fails: 'abort' = it ends in an error and
     is run anew; 'forfeit' = the agent leaves and the environment says how the others go on; 'skip' = its turn is lost and
     counts as one of `rollout.max_turns`; 'fail' = the run ends with an error that names the agent."""
+    barrier_timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
+    """With `coordinator`: how long one driver may hold up the others, from when the first has finished its games or its update
+    (or is ready for the next games) until the last has. Make it longer than the slowest agent's update and checkpoint take
+    beyond the fastest one's. A driver whose process dies is found by its lease, which does not depend on this."""
+    join_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
+    """With `coordinator`: how long drivers wait until every seat has one, and then until all are ready for the first games."""
+    on_lost: Literal["fail", "go_on"] = "fail"
+    """With `coordinator`: what becomes of a run when a driver is lost, or holds up the others for too long: 'fail' = it ends
+    for all with an error that says who and why; 'go_on' = the others go on without its agents, which takes
+    `on_late: forfeit`, so that games go on, too."""
+
+    @model_validator(mode="after")
+    def _games_go_on_too(self) -> "TurnsConfig":
+        if self.on_lost == "go_on" and self.on_late != "forfeit":
+            raise ValueError("on_lost 'go_on' takes on_late 'forfeit': the environment says how games go on without an agent")
+        return self
 
 
 class AgentConfig(Config):
@@ -57,6 +73,8 @@ class AgentConfig(Config):
     """A model plays that a server with OpenAI's chat API has."""
     frozen: bool = False
     """Its policy is never updated: it plays as it began."""
+    server: str = ""
+    """Which of the job's `servers` has its policy; "" = the job's own."""
     start_from: Address = ""
     """A checkpoint whose weights its policy begins with, as in `checkpoint`; its optimizer starts anew."""
     lora: LoraConfig | None = None
@@ -70,7 +88,7 @@ class AgentConfig(Config):
 
     @model_validator(mode="after")
     def _one_player(self) -> "AgentConfig":
-        own = [name for name in ("lora", "algorithm", "optimizer", "sampling", "start_from") if getattr(self, name)]
+        own = [name for name in ("lora", "algorithm", "optimizer", "sampling", "start_from", "server") if getattr(self, name)]
         players = {
             f"the policy of '{self.policy}'": self.policy,
             f"the script {self.script}": self.script,
@@ -91,7 +109,7 @@ class AgentConfig(Config):
         """Of the fields that were given, those that say nothing of the player that was bound."""
         if self.checkpoint:
             return [name for name in own if name in ("algorithm", "optimizer", "start_from")]
-        if self.pool is not None:
+        if self.pool is not None:  # on the server of the agent whose past versions it has
             own = [name for name in own if name != "sampling"]
         return own or (["frozen"] if self.frozen else [])
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,10 @@ from opentinker.env.environment import Action, Message, StepResult
 from opentinker.env.processes import Session
 from opentinker.env.threads import UserThreads
 from opentinker.errors import DeadlineError, EnvironmentFailedError, OpenTinkerError, UnavailableError
-from opentinker.multiagent.players import ModelPlayer, Player, PolicyPlayer
+from opentinker.multiagent.coordination.seat import RemotePlayer, RemoteSeat
+from opentinker.multiagent.players import Player, PolicyPlayer
 from opentinker.multiagent.shared import Earned, News, acted, gone, news_of
+from opentinker.multiagent.spoken import spoken
 from opentinker.multiagent.turns import Next, TurnBarrier
 from opentinker.rollout.episode import CLOSE_TIMEOUT_S
 from opentinker.rollout.machine import (
@@ -55,7 +56,9 @@ class _Waiting:
 class _Agent:
     """A seat, who plays it, and how far that is."""
 
-    def __init__(self, name: str, player: Player, machine: EpisodeMachine | None, sampler: Sampler | None) -> None:
+    def __init__(
+        self, name: str, player: Player | RemotePlayer, machine: EpisodeMachine | None, sampler: Sampler | RemoteSeat | None
+    ) -> None:
         self.name = name
         self.player = player
         self.machine = machine
@@ -102,7 +105,7 @@ class GameDriver:
     def __init__(
         self,
         task: Any,
-        players: Mapping[str, Player],
+        players: Mapping[str, Player | RemotePlayer],
         barrier: TurnBarrier[Action],
         session: Session,
         threads: UserThreads,
@@ -127,7 +130,14 @@ class GameDriver:
         """The environment has seen an action."""
         self._aborted: DeadlinePassed | Failed | None = None
 
-    def _agent(self, name: str, player: Player) -> _Agent:
+    @property
+    def aborted(self) -> DeadlinePassed | Failed | None:
+        """Why the episode says nothing about anybody, if it does not."""
+        return self._aborted
+
+    def _agent(self, name: str, player: Player | RemotePlayer) -> _Agent:
+        if isinstance(player, RemotePlayer):
+            return _Agent(name, player, player.machine(self._task, self._config), player.seat)
         if not isinstance(player, PolicyPlayer):
             return _Agent(name, player, None, None)
         machine = EpisodeMachine(
@@ -177,28 +187,14 @@ class GameDriver:
         return {name: self._episode(agent, member) for name, agent in self._agents.items() if agent.machine is not None}
 
     def _episode(self, agent: _Agent, member: int) -> Episode:
-        machine, sampler = agent.machine, agent.sampler
-        assert machine is not None
-        assert sampler is not None
-        assert isinstance(machine.pending, Finish), "every machine has ended"
-        termination, error = machine.pending.termination, machine.error
-        if self._aborted is not None and termination.trains:  # it had left before, and may have earned more
-            late = isinstance(self._aborted, DeadlinePassed)
-            termination, error = Termination.ERROR_TIMEOUT if late else Termination.ERROR_ENV, self._aborted.error
-        return Episode(
-            task=self._task,
-            member=member,
-            termination=termination,
-            trajectories=machine.trajectories,
-            messages=machine.messages,
-            rewards=machine.rewards,
-            metrics=machine.metrics,
-            components=machine.components,
-            tools=machine.tools,
-            error=error,
-            prefix_breaks=machine.prefix_breaks,
-            reward_without_turn=machine.early_reward,
-            generation_s=sampler.seconds,
+        assert agent.machine is not None
+        assert agent.sampler is not None
+        return episode_of(
+            agent.machine,
+            self._task,
+            member,
+            self._aborted,
+            generation_s=agent.sampler.seconds,
             environment_s=self._session.seconds,
         )
 
@@ -241,6 +237,7 @@ class GameDriver:
         if agent.machine is not None:
             assert not isinstance(said, Action)
             request = agent.machine.handle(said)
+            self._check_cut(agent)
             if isinstance(request, Finish):  # the sample was none
                 return await self._late(agent, Failed(agent.machine.error))
             assert isinstance(request, Step)
@@ -258,8 +255,8 @@ class GameDriver:
             return
         images = await self._images(agent, waiting.shown)
         earned = waiting.earned
-        request = agent.machine.handle(TurnGranted(waiting.shown, images, earned.reward, earned.components))
-        agent.machine.metrics.update(waiting.metrics)
+        granted = TurnGranted(waiting.shown, images, earned.reward, earned.components, waiting.metrics)
+        request = agent.machine.handle(granted)
         if isinstance(request, Generate):
             self._acting[agent.name] = asyncio.ensure_future(self._sample(agent, request))
             return
@@ -283,29 +280,21 @@ class GameDriver:
         Raises:
             OpenTinkerError: a model elsewhere refuses to be asked, which no other episode would survive either.
         """
-        player, seed = agent.player, self._seed_of_turn(agent.name, agent.turns)
-        assert not isinstance(player, PolicyPlayer)
-        seen, timeout_s = list(agent.messages), min(self._left(), self._turns.turn_timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                if isinstance(player, ModelPlayer):
-                    text = await player.ask(seen, seed)
-                else:
-                    act = player.act
-                    text = await self._threads.call(lambda: act(seen, random.Random(seed)))
-        except TimeoutError:
-            return DeadlinePassed(f"the player did not answer within {timeout_s:.3g} s")
-        except Exception as error:
-            if isinstance(player, ModelPlayer) and isinstance(error, OpenTinkerError):
-                if isinstance(error, UnavailableError):
-                    return Failed(str(error))
-                raise
-            # A user's function, or a bug.
-            return Failed(f"the player '{player.name}' raised {type(error).__name__}: {error}")
-        if not isinstance(text, str):
-            return Failed(f"the player '{player.name}' gave {type(text).__name__}, not a text")
-        agent.messages.append({"role": "assistant", "content": text})
-        return Action(text)
+        timeout_s = min(self._left(), self._turns.turn_timeout_s)
+        if agent.sampler is not None:  # whoever speaks for it is in another process
+            assert isinstance(agent.sampler, RemoteSeat)
+            said = await agent.sampler.act(agent.messages, agent.turns, timeout_s)
+        else:
+            assert not isinstance(agent.player, PolicyPlayer | RemotePlayer)
+            seed = self._seed_of_turn(agent.name, agent.turns)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    said = await spoken(agent.player, agent.messages, seed, self._threads)
+            except TimeoutError:
+                said = DeadlinePassed(f"the player did not answer within {timeout_s:.3g} s")
+        if isinstance(said, Action):
+            agent.messages.append({"role": "assistant", "content": said.text})
+        return said
 
     async def _late(self, agent: _Agent, why: DeadlinePassed | Failed) -> Next[Action]:
         """The agent has no action for its turn."""
@@ -450,6 +439,39 @@ class GameDriver:
     def _too_long(self) -> DeadlinePassed:
         awaited = ", ".join(self._barrier.running) or "the environment"
         return DeadlinePassed(f"the episode took longer than {self._config.episode_timeout_s:.3g} s; awaited: {awaited}")
+
+
+def episode_of(
+    machine: EpisodeMachine,
+    task: Any,
+    member: int,
+    aborted: DeadlinePassed | Failed | None,
+    *,
+    generation_s: float,
+    environment_s: float,
+) -> Episode:
+    """The episode of an agent whose machine has ended; `aborted` says why the whole is void, if it is."""
+    assert isinstance(machine.pending, Finish), "every machine has ended"
+    termination, error = machine.pending.termination, machine.error
+    if aborted is not None and termination.trains:  # it had left before, and may have earned more
+        late = isinstance(aborted, DeadlinePassed)
+        termination, error = Termination.ERROR_TIMEOUT if late else Termination.ERROR_ENV, aborted.error
+    return Episode(
+        task=task,
+        member=member,
+        termination=termination,
+        trajectories=machine.trajectories,
+        messages=machine.messages,
+        rewards=machine.rewards,
+        metrics=machine.metrics,
+        components=machine.components,
+        tools=machine.tools,
+        error=error,
+        prefix_breaks=machine.prefix_breaks,
+        reward_without_turn=machine.early_reward,
+        generation_s=generation_s,
+        environment_s=environment_s,
+    )
 
 
 def _joined(one: _Waiting, other: _Waiting) -> _Waiting:

@@ -12,7 +12,7 @@ from opentinker.env.environment import Environment
 from opentinker.env.processes import SessionFactory
 from opentinker.env.threads import UserThreads
 from opentinker.errors import ConfigError
-from opentinker.multiagent.episode import GameDriver
+from opentinker.multiagent.episode import GameDriver, SeedOfTurn
 from opentinker.multiagent.players import DrawnPlayers, Player, PolicyPlayer, SeatPlayer
 from opentinker.multiagent.seats import Seats
 from opentinker.multiagent.turns import TurnBarrier
@@ -110,39 +110,54 @@ class GameRunner:
                 episodes = await self._run_game(task, index, member, attempt, batch)
             if batch.on_game is not None:
                 batch.on_game(episodes)
-            failed = {name for name, episode in episodes.items() if episode.termination.is_error}
             last = attempt == self._config.member_retries
-            if failed and not last:
-                for name in episodes:
-                    groups[name].failures.append(episodes[name])
-                    groups[name].replaced += 1
-                continue
-            for name, episode in episodes.items():
-                if name in failed:
-                    groups[name].failures.append(episode)
-                    groups[name].dropped += 1
-                elif episode.termination is not Termination.CANCELLED:  # that one never took part
-                    groups[name].episodes.append(episode)
-            return
+            if file_game(groups, episodes, again=not last and bool(failed_in(episodes))):
+                return
 
     async def _run_game(self, task: Any, index: int, member: int, attempt: int, batch: _Batch) -> dict[str, Episode]:
-        # A replaced member draws other actions: with the same ones a deterministic environment would fail again.
-        identity: list[int | str] = [batch.step, index, member, *([f"attempt {attempt}"] if attempt else [])]
         driver = GameDriver(
             task,
-            {name: _player(batch.players[name], index - batch.first_index) for name in self._seats.agents},
+            {name: player_at(batch.players[name], index - batch.first_index) for name in self._seats.agents},
             TurnBarrier(self._seats.protocol, self._seats.agents),
             self._sessions.session(batch.threads),
             batch.threads,
             self._config,
             self._turns,
             request_id=f"{batch.nonce}-{index}-{member}-{attempt}",
-            seed_of_turn=lambda agent, turn: derive_seed(self._run_seed, *identity, agent, turn),
+            seed_of_turn=seeds_of_game(self._run_seed, batch.step, index, member, attempt),
         )
         return await driver.run(member)
 
 
-def _player(player: SeatPlayer, place: int) -> Player:
+def seeds_of_game(run_seed: int, step: int, index: int, member: int, attempt: int) -> SeedOfTurn:
+    """The seeds of a game's turns. A replaced member draws other actions: with the same ones a deterministic environment would
+    fail again."""
+    identity: list[int | str] = [step, index, member, *([f"attempt {attempt}"] if attempt else [])]
+    return lambda agent, turn: derive_seed(run_seed, *identity, agent, turn)
+
+
+def failed_in(episodes: Mapping[str, Episode]) -> set[str]:
+    """Whose episode of a game ended in an error."""
+    return {name for name, episode in episodes.items() if episode.termination.is_error}
+
+
+def file_game(groups: Mapping[str, Group], episodes: Mapping[str, Episode], *, again: bool) -> bool:
+    """Put the episodes of a game into the groups of their agents; whether the member is done with. `again`: it is run anew,
+    because somebody's episode failed."""
+    failed = failed_in(episodes)
+    for name, episode in episodes.items():
+        if again:
+            groups[name].failures.append(episode)
+            groups[name].replaced += 1
+        elif name in failed:
+            groups[name].failures.append(episode)
+            groups[name].dropped += 1
+        elif episode.termination is not Termination.CANCELLED:  # that one never took part
+            groups[name].episodes.append(episode)
+    return not again
+
+
+def player_at(player: SeatPlayer, place: int) -> Player:
     """Who plays the games of the task at this place."""
     return player.players[place] if isinstance(player, DrawnPlayers) else player
 

@@ -30,7 +30,15 @@ def seats_of(environment: type[Environment], args: Mapping[str, Any]) -> Seats |
     servers = getattr(environment, "servers", None)
     if servers is None:
         return None
-    info = servers.with_file(args.get("token_file")).info()
+    return seats_told(servers.with_file(args.get("token_file")).info())
+
+
+def seats_told(info: Mapping[str, Any]) -> Seats | None:
+    """The seats of a class of which a server says `info`; None if it is for one agent.
+
+    Raises:
+        ConfigError: the class has an order of play of its own, which only code can say.
+    """
     if not info.get("agents"):
         return None
     if info.get("protocol") is None:
@@ -41,6 +49,16 @@ def seats_of(environment: type[Environment], args: Mapping[str, Any]) -> Seats |
     seats = Seats(tuple(info["agents"]), make_protocol(**info["protocol"]))
     check_seats(seats.protocol, seats.agents)
     return seats
+
+
+def identity_of(environment: type[Environment], args: Mapping[str, Any]) -> dict[str, Any]:
+    """What the drivers of one run must agree on: the `name` and `version` of the class, and its `agents`. A server is asked for
+    those of its class."""
+    if issubclass(environment, SharedEnvironment):
+        told: Mapping[str, Any] = {"name": environment.__name__, **described(environment)}
+    else:
+        told = environment.servers.with_file(args.get("token_file")).info()  # type: ignore[attr-defined]
+    return {key: told.get(key) for key in ("name", "version", "agents")}
 
 
 def described(environment: type[Environment]) -> dict[str, Any]:

@@ -67,6 +67,7 @@ class TurnGranted:
     images: Images = field(default_factory=dict)
     reward: float = 0.0
     components: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -296,20 +297,34 @@ class EpisodeMachine:
         self.rewards.append(reward + self.early_reward)
         self.early_reward = 0.0
 
-    def _acted(self, request: Generate, sample: Sample) -> Request:
+    def action_of(self, sample: Sample) -> Action:
+        """The action that a sample would be, if it answered the pending request; nothing changes.
+
+        Raises:
+            ValueError: it is no answer to it.
+        """
+        assert isinstance(self.pending, Generate)
+        self._check_sample(self.pending, sample)
+        return self._parsed(sample)
+
+    def _check_sample(self, request: Generate, sample: Sample) -> None:
         length = len(sample.tokens)
         if not 1 <= length <= request.max_tokens:
-            return self._fail(
-                Termination.ERROR_GENERATION,
-                f"the policy answered with {length} tokens where 1 to {request.max_tokens} were asked",
-            )
+            raise ValueError(f"the policy answered with {length} tokens where 1 to {request.max_tokens} were asked")
         if not np.isfinite(sample.logprobs).all():
-            return self._fail(Termination.ERROR_GENERATION, "the policy answered with logprobs that are not finite")
+            raise ValueError("the policy answered with logprobs that are not finite")
+        Trajectory().append_sample(sample)
+
+    def _parsed(self, sample: Sample) -> Action:
+        return self._renderer.parse(sample.tokens.tolist(), finished=sample.finish_reason == "stop")
+
+    def _acted(self, request: Generate, sample: Sample) -> Request:
         try:
-            self.trajectories[-1].append_sample(sample)
+            self._check_sample(request, sample)
         except ValueError as error:
             return self._fail(Termination.ERROR_GENERATION, str(error))
-        action = self._renderer.parse(sample.tokens.tolist(), finished=sample.finish_reason == "stop")
+        self.trajectories[-1].append_sample(sample)
+        action = self._parsed(sample)
         message: Message = {"role": "assistant", "content": action.text}
         if action.reasoning:
             message["reasoning_content"] = action.reasoning
@@ -344,6 +359,7 @@ class EpisodeMachine:
 
     def _granted(self, granted: TurnGranted) -> Request:
         self._earn(granted.reward, granted.components)
+        self.metrics.update(granted.metrics)
         self._images |= granted.images
         observation, self._news = self._news + granted.observation, ()
         if not observation:

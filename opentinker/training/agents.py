@@ -1,7 +1,8 @@
 """The driver loop of several agents: games -> each agent's groups -> all updates side by side -> the next games.
 
 Phases are in step: no agent updates before all games of an iteration are over, and no game begins before all updates are
-published. Policies of one run are on one server; `Phases` is where learners in other processes will meet.
+published. Policies are on one server or several; with a `Member` other agents are driven by other processes, and the phases and
+games are those of all.
 """
 
 import asyncio
@@ -22,21 +23,23 @@ from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
 from opentinker.images import Image
+from opentinker.multiagent.coordination.member import Member, leaving
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
 from opentinker.multiagent.players import PolicyPlayer, SeatPlayer
 from opentinker.multiagent.runner import GameRunner, Groups, check_players
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer
-from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.types import Group
 from opentinker.training.agents_watch import AgentsWatch
 from opentinker.training.arena import ARENA_SEED, Arena, Entrant, reference_players
 from opentinker.training.arena_report import arena_files
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
+from opentinker.training.homes import Home, check_alive, find_homes, lost_with
 from opentinker.training.learner import Learned, Learner
 from opentinker.training.loop import EpisodesLoop
+from opentinker.training.meeting import join_run, runners
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
 from opentinker.training.opponents import Opponents, open_pools, take_starts
 from opentinker.training.recorder import Recorder
@@ -70,7 +73,10 @@ class AgentsLoop(EpisodesLoop):
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        member: Member | None = None,
+        homes: Mapping[str, Home] | None = None,
     ) -> None:
+        """`homes` are of the agents whose prompts are made otherwise: those whose server has another model."""
         tasks = JobTasks(
             environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir, sources=sources
         )
@@ -79,6 +85,7 @@ class AgentsLoop(EpisodesLoop):
         self._policies = dict(policies)
         self._renderer = renderer
         self._max_model_len = max_model_len
+        self._homes = homes or {}
         self._learners = {
             name: Learner(
                 policies[name],
@@ -99,20 +106,19 @@ class AgentsLoop(EpisodesLoop):
         seats = seats_of(environment, config.environment.args)
         if seats is None:
             raise _for_one(environment)
-        make = partial(environment, **config.environment.args)
-        seed = config.training.seed
-        self._runner = GameRunner(make, seats, config.rollout, config.turns, seed)
-        # Evaluation must not reuse training's sampling seeds.
-        self._evaluator = GameRunner(make, seats, config.rollout, config.turns, seed + 2**31)
-        check_players(config.agents, seats.agents)
+        self._member = member
+        self._runner, self._evaluator = runners(config, environment, seats, member)
+        if member is None:
+            check_players(config.agents, seats.agents)
         self._arena: Arena | None = None
         if config.arena is not None:
             # It must not reuse the seeds of training, nor those of evaluation.
-            games = GameRunner(make, seats, config.rollout, config.turns, seed + ARENA_SEED)
+            seed = config.training.seed + ARENA_SEED
+            make = partial(environment, **config.environment.args)
+            games = GameRunner(make, seats, config.rollout, config.turns, seed)
             references = reference_players(config.arena.references, environment, config.agents, base_dir)
-            draw = partial(self._tasks.standing, seed + ARENA_SEED, config.arena.tasks)
-            fixed = self._opponents.fixed
-            at_once = config.rollout.max_concurrent_episodes
+            draw = partial(self._tasks.standing, seed, config.arena.tasks)
+            fixed, at_once = self._opponents.fixed, config.rollout.max_concurrent_episodes
             self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, fixed, draw, at_once)
 
     @classmethod
@@ -124,34 +130,45 @@ class AgentsLoop(EpisodesLoop):
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        servers: Mapping[str, PlayedPolicy] | None = None,
+        steps: Sequence[int] = (0,),
     ) -> "AgentsLoop":
-        """A loop on a server that runs: makes the policies that are not there yet, asks for the tokenizer and the limits.
+        """A loop on servers that run: makes the policies that are not there yet, asks for the tokenizers and the limits.
+        `policy` is what the job's own server began with, `servers` what its others did. Where other processes drive other
+        agents, it joins them; `steps` are those after which it could go on.
 
         Raises:
             ConfigError: the environment is for one agent, or its agents are not those of the config.
-            RenderingError: the model has no usable chat template.
+            ConflictError: the drivers of the agents do not agree on something.
+            RenderingError: a model has no usable chat template.
         """
         await asyncio.to_thread(check_agents, config, environment)  # it may ask the environment's server
-        info = await policy.info()
-        tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
-        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
-        own, *others = config.policies
-        policies: dict[str, TrainablePolicy] = {own: policy}
-        for place, name in enumerate(others, 1):
-            lora = config.agents[name].lora or config.lora
-            critic = config.critic_of(name)
-            policies[name] = await policy.create_policy(lora, name=name, seed=config.training.seed + place, critic=critic)
-        await take_starts(config.agents, policies)
-        loop = cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources)
-        loop._opponents.pools = await open_pools(config, policies, loop._plays)
-        return loop
+        member = await join_run(config, environment, steps)
+        async with leaving(member):
+            policies, homes = await find_homes(config, policy, servers or {})
+            await take_starts(config.agents, policies)
+            own = homes[config.policies[0]]
+            loop = cls(
+                config, environment, policies, own.renderer, own.max_model_len, recorder, base_dir, sources, member, homes
+            )
+            loop._opponents.pools = await open_pools(config, policies, loop._plays)
+            if member is not None:
+                loop.steps_done = await member.started()
+            return loop
 
     async def resume(self, step: int) -> None:
-        """Go on after the checkpoints of `step`; 0 needs none.
+        """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none.
 
         Raises:
             CheckpointError: a part of one is missing, corrupt, or of another run.
         """
+        async with leaving(self._member):
+            if self._member is not None and self.steps_done != step:
+                step = self.steps_done
+                self._recorder.take_back(step)
+            await self._resume(step)
+
+    async def _resume(self, step: int) -> None:
         self.steps_done = step
         self.phases = PhaseBarrier(list(self._policies), start=Moment(step, Phase.ROLLOUT))
         if not step:
@@ -174,6 +191,16 @@ class AgentsLoop(EpisodesLoop):
                 elif row["kind"] == "stopping":
                     self._stopping.heard(row)
 
+    async def run(self, steps: int) -> None:
+        """As every loop's. What ends it is what the drivers of other agents are told, if there are any.
+
+        Raises:
+            AgentLostError: another driver is lost.
+            EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
+        """
+        async with leaving(self._member):
+            await super().run(steps)
+
     async def step(self) -> Row:
         """One iteration: all games, then all updates."""
         config, number = self.config, self.steps_done + 1
@@ -190,7 +217,7 @@ class AgentsLoop(EpisodesLoop):
         rounds = max(learner.algorithm.max_resamples for learner in self._learners.values())
         position = await self._collect(rounds, play, lambda round_: self._missing(groups, round_))
         sampled = time.monotonic()
-        self._finish(moment)
+        await self._finish(moment)
         await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
         assert all(self.phases.may(name, moment.next) for name in self._policies), "no update before all games are over"
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
@@ -198,7 +225,7 @@ class AgentsLoop(EpisodesLoop):
         ended = time.monotonic()
         pools = self._opponents.record(groups, list(self._learners))
         await self._opponents.after(number)
-        self._finish(moment.next)
+        await self._finish(moment.next)
         self._task_position = position
         rows = {
             name: step_row(
@@ -283,13 +310,16 @@ class AgentsLoop(EpisodesLoop):
         ).to_json()
         keep_last = kept(self.config.training, name)
         own, *others = self._policies.values()
-        # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before.
+        # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before. So does
+        # one whose other drivers die before theirs are.
         spare = None if keep_last is None else keep_last + 1
         await asyncio.gather(*(policy.save(name, driver=state, keep_last=spare) for policy in others))
-        return await own.save(name, driver=state, keep_last=keep_last)
+        return await own.save(name, driver=state, keep_last=keep_last if self._member is None else spare)
 
     async def close(self) -> None:
-        """End what the environments left running."""
+        """End what the environments left running, and leave the others, if there are any elsewhere."""
+        if self._member is not None:
+            await self._member.leave()
         await self._runner.close()
         await self._evaluator.close()
         await self._opponents.close()
@@ -316,12 +346,15 @@ class AgentsLoop(EpisodesLoop):
         scale = self._stopping.scale(name)
         return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step, scale)
 
-    def _finish(self, moment: Moment) -> None:
+    async def _finish(self, moment: Moment) -> None:
+        """All policies here have finished a phase; wait for those elsewhere."""
         for name in self._policies:
             self.phases.finish(name, moment, time.monotonic())
+        if self._member is not None:
+            await self._member.finish(moment)
 
     async def _check_server(self) -> None:
-        await self._policies[self.config.policies[0]].info()
+        await check_alive(self.config, self._policies)
 
     def _players(self, temperature: float | None = None) -> dict[str, SeatPlayer]:
         """Who plays which seat, but for those of past versions; with the temperature of an evaluation, if it is one."""
@@ -331,28 +364,31 @@ class AgentsLoop(EpisodesLoop):
 
     def _player(self, name: str, temperature: float | None) -> PolicyPlayer:
         trains = self.config.agents[name].learns
-        return self._plays(self._policies[name], _sampling(self.config, name), temperature, trains=trains)
+        return self._plays(name, self._policies[name], _sampling(self.config, name), temperature, trains=trains)
 
     def _plays(
-        self, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
+        self, name: str, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
     ) -> PolicyPlayer:
+        """A policy on the server of an agent's, that agent's or a past version."""
         if temperature is not None:
             sampling = sampling.model_copy(update={"temperature": temperature})
-        params = SamplingParams(**sampling.model_dump(), stop_token_ids=self._renderer.stop_token_ids)
+        home = self._homes.get(name) or Home(self._renderer, self._max_model_len)
+        params = SamplingParams(**sampling.model_dump(), stop_token_ids=home.renderer.stop_token_ids)
         deadline_s = self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
-            return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
+            with lost_with(self.config, name):
+                return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
 
         async def upload(images: Sequence[Image]) -> Mapping[str, ImageChunk]:
-            if not self._renderer.takes_images:
+            if not home.renderer.takes_images:
                 raise ConfigError(
                     "the environment shows images, but the base model takes none",
                     hint="use a vision-language model as base_model",
                 )
             return await policy.upload([image.data for image in images])
 
-        return PolicyPlayer(self._renderer, generate, params, self._max_model_len, upload, trains)
+        return PolicyPlayer(home.renderer, generate, params, home.max_model_len, upload, trains)
 
     async def _compare(self, *, ends: bool = False) -> None:
         step, arena = self.steps_done, self._arena
@@ -371,8 +407,10 @@ class AgentsLoop(EpisodesLoop):
                 name,
                 policy,
                 tuple(dict.fromkeys([*self._seats_of(name), *pools.get(name, ())])),
-                partial(self._plays, sampling=_sampling(self.config, name), temperature=self.config.evaluation.temperature),
-                self.config.agents[name].lora or self.config.lora,
+                partial(
+                    self._plays, name, sampling=_sampling(self.config, name), temperature=self.config.evaluation.temperature
+                ),
+                self.config.lora_of(name),
                 past=name in self._learners,
             )
             for name, policy in self._policies.items()
@@ -392,10 +430,12 @@ def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:
     if seats is None:
         raise _for_one(environment)
     there = ", ".join(seats.agents)
-    if missing := [name for name in seats.agents if name not in config.agents]:
+    missing = [name for name in seats.agents if name not in config.agents]
+    if missing and config.coordinator is None:
         raise ConfigError(
             f"agents: nobody plays '{missing[0]}' of {environment.__name__}",
-            hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own",
+            hint=f"its agents are {there}; agents.{missing[0]}: {{}} gives it a policy of its own, and with `coordinator` "
+            "another process may drive it",
         )
     if unknown := [name for name in config.agents if name not in seats.agents]:
         raise ConfigError(f"agents: {environment.__name__} has no agent '{unknown[0]}'", hint=f"its agents are {there}")

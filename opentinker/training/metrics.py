@@ -84,6 +84,7 @@ def step_row(
         "publish_s": timing.publish_s,
         "step_s": timing.step_s,
         **_training_metrics(trained),
+        **pass_metrics(trained),
         **critic_metrics(batch.data, trained),
     }
     row["exact"] = row["env"].get("exact")
@@ -182,6 +183,20 @@ def _cut_fraction(episodes: Sequence[Episode]) -> float | None:
     """Share of actions that ended at the token limit."""
     ends = [r.sample.finish_reason for e in episodes for t in e.trajectories for r in t.runs if r.sample is not None]
     return _mean([float(end == "length") for end in ends])
+
+
+def pass_metrics(trained: Mapping[str, Any] | None) -> Row:
+    """What the passes of a `train_step` took: tokens of its sequences, how many were computed, passes, and the longest one's.
+    Empty where the server does not say."""
+    parts = [part["metrics"] for part in (trained["minibatches"] if trained else []) if "passes" in part.get("metrics", {})]
+    if not parts:
+        return {}
+    return {
+        "tokens_in_passes": int(sum(m["sequence_tokens"] for m in parts)),
+        "tokens_computed": int(sum(m["computed_tokens"] for m in parts)),
+        "passes": int(sum(m["passes"] for m in parts)),
+        "pass_tokens_max": int(max(m["pass_tokens_max"] for m in parts)),
+    }
 
 
 def _training_metrics(trained: Mapping[str, Any] | None) -> Row:

@@ -16,8 +16,9 @@ from opentinker.multiagent.runner import Groups
 from opentinker.training.metrics import Row
 from opentinker.training.pools import PoolSeat, naming
 
-Plays = Callable[[Any, SamplingConfig, float | None], PolicyPlayer]
-"""(a policy, how it is sampled, an evaluation's temperature or None) -> a player that nobody trains on."""
+Plays = Callable[[str, Any, SamplingConfig, float | None], PolicyPlayer]
+"""(the agent on whose server it is, a policy, how it is sampled, an evaluation's temperature or None) -> a player that nobody
+trains on."""
 
 
 class Opponents:
@@ -104,13 +105,13 @@ async def open_pools(config: RLJobConfig, policies: Mapping[str, Any], plays: Pl
         if agent.pool is None:
             continue
         of = agent.pool.of
-        lora, sampling = config.agents[of].lora or config.lora, agent.sampling or config.agents[of].sampling or config.sampling
+        lora, sampling = config.lora_of(of), agent.sampling or config.agents[of].sampling or config.sampling
         with naming(f"agents.{seat}.pool"):
             slots = [
                 await policies[of].create_policy(lora, name=f"{seat}.{place}", seed=config.training.seed)
                 for place in range(agent.pool.places)
             ]
-        player = partial(_player, plays, sampling)
+        player = partial(_player, plays, of, sampling)
         training = config.training
         found[seat] = PoolSeat(
             seat, agent.pool, policies[of], slots, player, seed=training.seed, save_every=training.save_every
@@ -118,5 +119,5 @@ async def open_pools(config: RLJobConfig, policies: Mapping[str, Any], plays: Pl
     return found
 
 
-def _player(plays: Plays, sampling: SamplingConfig, policy: Any, temperature: float | None) -> PolicyPlayer:
-    return plays(policy, sampling, temperature)
+def _player(plays: Plays, of: str, sampling: SamplingConfig, policy: Any, temperature: float | None) -> PolicyPlayer:
+    return plays(of, policy, sampling, temperature)

@@ -10,7 +10,7 @@ from opentinker.config.job import PreferenceJobConfig
 from opentinker.config.preference import BradleyTerryConfig, DPOConfig
 from opentinker.errors import ConfigError
 from opentinker.training.evaluation import bootstrap
-from opentinker.training.metrics import Row, finite
+from opentinker.training.metrics import Row, finite, pass_metrics
 from opentinker.training.pair_rewards import score_pairs
 from opentinker.training.preferences import Preferences, RenderedPairs
 from opentinker.training.recorder import Recorder
@@ -200,6 +200,7 @@ class PreferenceLoop(ExamplesLoop[PreferenceJobConfig]):
                 "tokens": rendered.tokens,
                 "tokens_trained": rendered.learnt,
                 "tokens_per_s": rendered.tokens / took if took > 0 else None,
+                **pass_metrics(trained),
                 "step_s": took,
             }
         )

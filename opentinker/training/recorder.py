@@ -67,6 +67,12 @@ class Recorder:
         for listener in self._listeners:
             listener(row)
 
+    def take_back(self, step: int) -> None:
+        """The run goes on after an earlier step: what came later no longer counts."""
+        self.rows = standing_rows(self.rows, step)
+        self._transcripts = [row for row in self._transcripts if row["step"] <= step]
+        self.row({"kind": "resumed", "step": step})
+
     def transcript(self, row: dict[str, Any], images: Sequence[Image] = ()) -> None:
         """A sample episode; its images get files of their own."""
         for image in images:

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -61,11 +61,13 @@ def run_rl_job(
     code_dir: str | Path | None = None,
     listeners: tuple[Listener, ...] = (),
     resume: bool = False,
+    servers: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Drive the job to its end; blocks. The summary, which is also in `run_dir` (see `Recorder`).
 
     `code_dir` is the folder that a `file.py:Class` environment is relative to. With `resume` the run in `run_dir` goes on
-    from its last checkpoint, or starts anew if it has none.
+    from its last checkpoint, or starts anew if it has none. `servers` are those that the job has beside its own, by name:
+    {"endpoint", "token", "policy"}.
 
     Raises:
         ConfigError: the config or its environment is wrong.
@@ -78,13 +80,14 @@ def run_rl_job(
     environment = checked_environment(job, base_dir)
     client = PolicyClient(endpoint, token, policy)
     if job.agents:
+        further = {name: PolicyClient(**access) for name, access in (servers or {}).items()}
 
         def connect_agents(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
-            return AgentsLoop.connect(job, environment, client, recorder, base_dir)
+            steps = agents_run.steps_saved or (0,)
+            return AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further, steps=steps)
 
-        steps, folder = job.training.steps, Path(run_dir)
-        agents_run = _Run(job, steps, folder, listeners, resume, summarize_agents, render_agents_report)
-        return agents_run.drive(client, connect_agents, started)
+        agents_run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_agents, render_agents_report)
+        return agents_run.drive(client, connect_agents, started, others=list(further.values()))
 
     def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
         return RLLoop.connect(job, environment, client, recorder, base_dir)
@@ -167,7 +170,9 @@ class _Run:
             logger.info(row_line(row, steps))
 
         self._steps = steps
-        self._step = last_checkpoint(folder) if resume else None
+        self.steps_saved = saved_steps(folder) if resume else []
+        """Those after which the run could go on."""
+        self._step = max(self.steps_saved, default=None)
         resume_at = None if not resume else -1 if self._step is None else self._step
         fields = job.model_dump(mode="json")
         asked = getattr(job, "sinks", ())
@@ -184,7 +189,11 @@ class _Run:
         self._sinks = make_sinks(asked, folder, fields, resume_at=resume_at)
 
     def drive(
-        self, client: PolicyClient, connect: Callable[[PolicyClient, Recorder], Awaitable[Loop]], started: float
+        self,
+        client: PolicyClient,
+        connect: Callable[[PolicyClient, Recorder], Awaitable[Loop]],
+        started: float,
+        others: Sequence[PolicyClient] = (),
     ) -> dict[str, Any]:
         async def work() -> str:
             loop: Loop | None = None
@@ -196,7 +205,7 @@ class _Run:
             finally:
                 if loop is not None:
                     await loop.close()
-                await client.close()
+                await asyncio.gather(*(each.close() for each in (client, *others)))
 
         checkpoint = None
         try:
@@ -209,8 +218,13 @@ class _Run:
 
 def last_checkpoint(run_dir: Path) -> int | None:
     """The last step of which the run has a checkpoint; None if it has none. A checkpoint is whole or not there."""
+    return max(saved_steps(run_dir), default=None)
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of which the run has a checkpoint."""
     names = {name for name, _ in folders(run_dir / "checkpoints") if name.startswith("step-")}
-    return max((int(step) for name in names if (step := name.removeprefix("step-")).isdigit()), default=None)
+    return [int(step) for name in names if (step := name.removeprefix("step-")).isdigit()]
 
 
 def check_no_secrets(job: RLJobConfig) -> None:

@@ -19,7 +19,7 @@ from opentinker.rendering.supervised import SupervisedRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.training.conversations import Conversations
 from opentinker.training.driver_state import DriverState
-from opentinker.training.metrics import Row, finite
+from opentinker.training.metrics import Row, finite, pass_metrics
 from opentinker.training.policy import TrainedPolicy
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import checkpoint_name, kept, scheduled
@@ -243,6 +243,7 @@ class SFTLoop(ExamplesLoop[SFTJobConfig]):
                 "tokens": rendered.tokens,
                 "tokens_trained": rendered.learnt,
                 "tokens_per_s": rendered.tokens / took if took > 0 else None,
+                **pass_metrics(trained),
                 "step_s": took,
             }
         )

@@ -44,7 +44,6 @@ class PackLayout:
         """`flex`: attend by one FlexAttention kernel instead of tile by tile."""
         self._pack, self._flex = pack, flex
         self.tiles = [(group, start, stop) for group in pack.groups for start, stop in group.tiles(TILE_ROWS)]
-        self._positions = pack.positions_T
         self._dtype, self._device = dtype, device
         self._masks: dict[int | None, list[torch.Tensor | None]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
@@ -59,8 +58,8 @@ class PackLayout:
         """Additive mask of each tile, [rows, keys] in the model's dtype: 0 where a row sees a key, -inf elsewhere. None for a
         long tile in which each row sees all keys up to itself: its mask would be as large as its scores.
 
-        A tile's keys are the group's prompt, where it isn't in the tile, and the tile. With a sliding `window` a row sees
-        only the last `window` positions, itself included.
+        A tile's keys are the group's prefix, its prompt, where it isn't in the tile, and the tile. With a sliding `window` a
+        row sees only the last `window` positions, itself included.
         """
         if window not in self._masks:
             self._masks[window] = [
@@ -72,11 +71,13 @@ class PackLayout:
         return self._masks[window]
 
     def _mask(self, group: Group, start: int, stop: int, window: int | None) -> torch.Tensor:
-        rows = np.arange(start, stop) - group.start
-        keys = rows if start == group.start else np.concatenate([np.arange(group.prompt), rows])
-        sees = group.sees(rows, keys)
+        rows, before = np.arange(start, stop), [np.arange(*span) for span in group.prefix]
+        if start != group.start:
+            before.append(np.arange(group.start, group.start + group.prompt))
+        keys = np.concatenate([*before, rows])
+        sees = self._pack.sees(rows, keys)
         if window is not None:
-            position = self._positions[group.start : group.stop]
+            position = self._pack.positions_T
             sees &= position[rows][:, None] - position[keys][None, :] < window
         additive = np.where(sees, np.float32(0), np.float32(-np.inf))
         return torch.from_numpy(additive).to(self._device, self._dtype)
@@ -105,6 +106,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: t
     return torch.bmm(torch.softmax(scores, -1), value).view(heads, rows, -1)
 
 
+@torch.compiler.disable
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -137,17 +139,21 @@ def packed_attention(
     sizes = [stop - start for _, start, stop in packed.tiles]
     queries, keys, values = (torch.split(tensor.squeeze(0), sizes, 1) for tensor in (query, key, value))
     parts = []
+    seen: dict[
+        int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ] = {}  # by their first rows: prefixes, and the tile's prompt
     for (group, start, _), mask, q, k, v in zip(packed.tiles, packed.masks(sliding_window), queries, keys, values, strict=True):
-        before = 0
+        before = [seen[first] for first, _ in group.prefix]
         if start == group.start:
-            prompt_q, prompt_k, prompt_v = (tensor[:, : group.prompt] for tensor in (q, k, v))
+            seen[start] = (q[:, : group.prompt], k[:, : group.prompt], v[:, : group.prompt])
         else:
-            k, v = torch.cat([prompt_k, k], 1), torch.cat([prompt_v, v], 1)
-            before = group.prompt
+            before.append(seen[group.start])
+        if before:
+            k, v = torch.cat([*(each[1] for each in before), k], 1), torch.cat([*(each[2] for each in before), v], 1)
         if mask is None:
-            # Together with the prompt's rows, which are computed once more and dropped, a branch is a plain sequence.
-            whole = torch.cat([prompt_q, q], 1) if before else q
-            parts.append(_attend_causally(whole, k, v, scale)[:, before:])
+            # Together with the rows before it, which are computed once more and dropped, a branch is a plain sequence.
+            whole = torch.cat([*(each[0] for each in before), q], 1) if before else q
+            parts.append(_attend_causally(whole, k, v, scale)[:, -q.shape[1] :])
         else:
             parts.append(_attend(q, k, v, mask, scale))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)

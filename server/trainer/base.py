@@ -15,7 +15,9 @@ class ForwardBackwardResult:
 
     `logprobs`: per datum float32[T], the logprob of each weighted target (0 elsewhere), as the loss saw them; of a loss of
     scalars these are the values.
-    `metrics`: sums over weighted tokens (keys end in `_sum`), counts (`tokens`) and maxima (keys end in `_max`).
+    `metrics`: sums over weighted tokens (keys end in `_sum`), counts (`tokens`) and maxima (keys end in `_max`); and what it
+    took: `sequence_tokens` of the data, of which `computed_tokens` were computed, in so many `passes` of at most
+    `pass_tokens_max`.
     """
 
     loss: float

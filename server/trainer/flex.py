@@ -27,7 +27,8 @@ def needed_blocks(pack: Pack, size: int) -> npt.NDArray[np.bool_]:
 
     for group in pack.groups:
         prompt = (group.start, group.start + group.prompt)
-        mark((group.start, group.stop), prompt)
+        for span in (*group.prefix, prompt):
+            mark((group.start, group.stop), span)
         start = prompt[1]
         for branch in group.branches:
             mark((start, start + branch), (start, start + branch))
@@ -36,16 +37,12 @@ def needed_blocks(pack: Pack, size: int) -> npt.NDArray[np.bool_]:
 
 
 def block_mask(pack: Pack, window: int | None, device: torch.device) -> BlockMask:
-    """What each row of the pack sees; see `Group.sees` and `PackLayout.masks`."""
+    """What each row of the pack sees; see `Pack.sees` and `PackLayout.masks`."""
     rows = len(pack)
-    group_T = np.repeat(np.arange(len(pack.groups)), [group.stop - group.start for group in pack.groups])
-    branch_T = np.concatenate([np.repeat(np.arange(len(g.branches) + 1), (g.prompt, *g.branches)) for g in pack.groups])
-    groups, branches, positions = (
-        torch.from_numpy(array.astype(np.int32)).to(device) for array in (group_T, branch_T, pack.positions_T)
-    )
+    ends, positions = (torch.from_numpy(array.astype(np.int32)).to(device) for array in (pack.ends_T, pack.positions_T))
 
     def sees(batch: Any, head: Any, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen = (groups[row] == groups[key]) & ((branches[key] == 0) | (branches[key] == branches[row])) & (key <= row)
+        seen = (key <= row) & (row < ends[key])
         return seen if window is None else seen & (positions[row] - positions[key] < window)
 
     needed = needed_blocks(pack, BLOCK)

@@ -38,7 +38,7 @@ def pass_shape(pack: Pack, *, windowed: bool = False) -> PassShape:
     for group in pack.groups:
         for start, stop in group.tiles(TILE_ROWS):
             rows = stop - start
-            keys = rows if start == group.start else group.prompt + rows
+            keys = group.prefix_length + (rows if start == group.start else group.prompt + rows)
             if rows <= LONG_ROWS:
                 scores += rows * keys
             else:

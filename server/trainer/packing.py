@@ -5,17 +5,24 @@ last weighted target, is its branch. Data with equal prompts form a group, laid 
 branch sees the prompt and itself. Tokens that no weighted target depends on are left out. Prompts are equal if their images
 are, too; an image is never cut, because no token of it is a weighted target.
 
-Axes: T = tokens of a pack, L = tokens of a group, N = weighted targets of a pack.
+What the prompts of several groups of a pack begin with is laid out once, too, before them (`prefixes.py`), as a group
+without branches that the others name as their `prefix`.
+
+Axes: T = tokens of a pack, N = weighted targets of a pack.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from opentinker.client.messages import Datum, ImageChunk, IntArray, placed_images
+from opentinker.server.trainer.prefixes import Bin, Leaf, Shared, fill
+
+Span = tuple[int, int]
+"""(first row, row after the last)."""
 
 
 @dataclass(frozen=True)
@@ -25,26 +32,20 @@ class Group:
     start: int
     prompt: int
     branches: tuple[int, ...]
+    prefix: tuple[Span, ...] = ()
+    """The rows before the prompt that it continues: all rows of the group see them."""
 
     @property
     def stop(self) -> int:
         return self.start + self.prompt + sum(self.branches)
 
-    def mask(self) -> npt.NDArray[np.bool_]:
-        """Which row (first axis) sees which (second axis), bool[L, L]."""
-        every = np.arange(self.stop - self.start)
-        return self.sees(every, every)
+    @property
+    def prefix_length(self) -> int:
+        return sum(stop - start for start, stop in self.prefix)
 
-    def sees(self, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of these rows (first axis) see which of these keys (second axis); both count from the group's start."""
-        branch_L = np.repeat(np.arange(len(self.branches) + 1), (self.prompt, *self.branches))
-        of_key = branch_L[keys][None, :]
-        seen: npt.NDArray[np.bool_] = ((of_key == 0) | (of_key == branch_L[rows][:, None])) & (keys[None, :] <= rows[:, None])
-        return seen
-
-    def tiles(self, rows: int) -> list[tuple[int, int]]:
-        """(start, stop) in the pack of consecutive parts of at most `rows` rows, if they can be had without cutting the
-        prompt or a branch. The first one starts with the prompt; a part sees the prompt and itself only."""
+    def tiles(self, rows: int) -> list[Span]:
+        """Consecutive parts of at most `rows` rows, if they can be had without cutting the prompt or a branch. The first one
+        starts with the prompt; a part sees the prefix, the prompt and itself only."""
         tiles, start, stop = [], self.start, self.start + self.prompt
         for branch in self.branches:
             if branch and stop + branch - start > rows:
@@ -71,6 +72,31 @@ class Pack:
 
     def __len__(self) -> int:
         return len(self.tokens_T)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Rows that the data would take if they shared none."""
+        lengths = {datum: step + 1 for datum, step in zip(self.data_N.tolist(), self.steps_N.tolist(), strict=True)}
+        return sum(lengths.values())
+
+    @cached_property
+    def ends_T(self) -> IntArray:
+        """How far down each row is seen: row r sees the keys k with k <= r < ends_T[k]."""
+        ends_T = np.empty(len(self), np.int32)
+        for group in self.groups:
+            ends_T[group.start : group.start + group.prompt] = group.stop
+            start = group.start + group.prompt
+            for branch in group.branches:
+                ends_T[start : start + branch] = start + branch
+                start += branch
+            for first, last in group.prefix:  # groups are in the order of their rows, so the last one decides
+                ends_T[first:last] = group.stop
+        return ends_T
+
+    def sees(self, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these rows (first axis) see which of these keys (second axis)."""
+        seen: npt.NDArray[np.bool_] = (keys[None, :] <= rows[:, None]) & (rows[:, None] < self.ends_T[keys][None, :])
+        return seen
 
 
 @dataclass(frozen=True)
@@ -100,8 +126,25 @@ class _Piece:
     branches: tuple[_Branch, ...]
 
     @property
-    def size(self) -> int:
-        return len(self.branches[0].prompt) + sum(len(b.tokens) for b in self.branches)
+    def images(self) -> tuple[tuple[int, ImageChunk], ...]:
+        """Of the prompt."""
+        return self.branches[0].prompt_images
+
+    @property
+    def added(self) -> int:
+        """Tokens besides the prompt."""
+        return sum(len(b.tokens) for b in self.branches)
+
+    def symbols(self, numbers: Mapping[str, int]) -> IntArray:
+        """The prompt, with an image's tokens replaced by the image's own number, below 0."""
+        symbols = self.branches[0].prompt.copy()
+        for start, stop, number in ((*span, numbers[i.sha256]) for span, (_, i) in zip(self.spans(), self.images, strict=True)):
+            symbols[start:stop] = number - len(numbers)
+        return symbols
+
+    def spans(self) -> tuple[Span, ...]:
+        """Of the prompt's images."""
+        return tuple((start, start + len(image.tokens)) for start, image in self.images)
 
 
 def pack_data(data: Sequence[Datum], pack_tokens: int, slots: Sequence[int] | None = None, *, together: int = 1) -> list[Pack]:
@@ -120,13 +163,9 @@ def pack_data(data: Sequence[Datum], pack_tokens: int, slots: Sequence[int] | No
         if branches := tuple(b for index in unit if (b := _branch(data[index], index, slot_of[index])) is not None):
             groups.setdefault(branches[0].key, []).append(branches)
     pieces = [piece for group in groups.values() for piece in _split(group, pack_tokens)]
-    bins = _fill(pieces, pack_tokens)
-    packs = [_lay_out(bin_) for bin_ in bins]
-    return packs if slots is None else [replace(pack, slots_T=_slots(bin_)) for pack, bin_ in zip(packs, bins, strict=True)]
-
-
-def _slots(pieces: Sequence[_Piece]) -> IntArray:
-    return np.concatenate([np.full(piece.size, piece.branches[0].slot, np.int32) for piece in pieces])
+    numbers = {sha256: number for number, sha256 in enumerate(sorted({i.sha256 for p in pieces for _, i in p.images}))}
+    leaves = [Leaf(p, p.branches[0].slot, p.symbols(numbers), p.added, p.spans()) for p in pieces]
+    return [_lay_out(bin_, slotted=slots is not None) for bin_ in fill(leaves, pack_tokens)]
 
 
 def _branch(datum: Datum, index: int, slot: int = 0) -> _Branch | None:
@@ -164,44 +203,63 @@ def _split(units: Sequence[tuple[_Branch, ...]], pack_tokens: int) -> Iterator[_
     yield _Piece(tuple(taken))
 
 
-def _fill(pieces: Sequence[_Piece], pack_tokens: int) -> list[list[_Piece]]:
-    """Best-fit decreasing bin packing."""
-    bins: list[list[_Piece]] = []
-    free: list[tuple[int, int]] = []  # (tokens free, bin), ascending
-    for piece in sorted(pieces, key=lambda p: -p.size):
-        at = bisect_left(free, (piece.size, 0))
-        if at < len(free):
-            room, chosen = free.pop(at)
-        else:
-            room, chosen = pack_tokens, len(bins)
-            bins.append([])
-        bins[chosen].append(piece)
-        insort(free, (room - piece.size, chosen))
-    return bins
+class _Layout:
+    """A pack in the making."""
 
+    def __init__(self) -> None:
+        self.tokens: list[IntArray] = []
+        self.positions: list[npt.NDArray[np.int64]] = []
+        self.slots: list[npt.NDArray[np.int32]] = []
+        self.rows: list[npt.NDArray[np.int64]] = []
+        self.data: list[npt.NDArray[np.int64]] = []
+        self.steps: list[IntArray] = []
+        self.images: list[tuple[int, ImageChunk]] = []
+        self.groups: list[Group] = []
+        self.row = 0
 
-def _lay_out(pieces: Sequence[_Piece]) -> Pack:
-    tokens, positions, groups = [], [], []
-    rows, data, steps = [], [], []
-    images: list[tuple[int, ImageChunk]] = []
-    row = 0
-    for piece in pieces:
-        prompt = piece.branches[0].prompt
-        start, length = row, len(prompt)
-        images += [(start + position, image) for position, image in piece.branches[0].prompt_images]
-        tokens.append(prompt)
-        positions.append(np.arange(length))
-        row += length
+    def add(self, tokens: IntArray, position: int, branch: _Branch) -> None:
+        """Rows for tokens of the branch's datum, from a position on."""
+        shift, stop = self.row - position, position + len(tokens)
+        self.images += [(start + shift, image) for start, image in branch.images if position <= start < stop]
+        self.tokens.append(tokens)
+        self.positions.append(np.arange(position, stop))
+        self.slots.append(np.full(len(tokens), branch.slot, np.int32))
+        self.row += len(tokens)
+
+    def share(self, shared: Shared[_Piece], prefix: tuple[Span, ...]) -> None:
+        """A prefix, and what continues it."""
+        one = shared.any_leaf().item.branches[0]
+        start = self.row
+        self.add(one.prompt[shared.start : shared.stop], shared.start, one)
+        self.groups.append(Group(start, self.row - start, (), prefix))
+        self.fill(shared.members, (*prefix, (start, self.row)))
+
+    def fill(self, members: Bin[_Piece], prefix: tuple[Span, ...] = ()) -> None:
+        for member in members:
+            if isinstance(member, Shared):
+                self.share(member, prefix)
+            else:
+                self.group(member.item, prefix)
+
+    def group(self, piece: _Piece, prefix: tuple[Span, ...]) -> None:
+        begun = sum(stop - start for start, stop in prefix)
+        prompt, start = piece.branches[0].prompt, self.row
+        self.add(prompt[begun:], begun, piece.branches[0])
+        last = self.row - 1
         for branch in piece.branches:
             first = branch.steps[0]
             # The first target is predicted by the prompt's last row, all others by the branch's own rows.
-            rows.append(np.where(branch.steps == first, start + length - 1, row + branch.steps - first - 1))
-            data.append(np.full(len(branch.steps), branch.datum))
-            steps.append(branch.steps)
-            tokens.append(branch.tokens)
-            positions.append(length + np.arange(len(branch.tokens)))
-            images += [(row + position - length, image) for position, image in branch.images if position >= length]
-            row += len(branch.tokens)
-        groups.append(Group(start, length, tuple(len(b.tokens) for b in piece.branches)))
-    joined = [np.concatenate(part).astype(np.int32) for part in (tokens, positions, rows, data, steps)]
-    return Pack(joined[0], joined[1], tuple(groups), joined[2], joined[3], joined[4], tuple(images))
+            self.rows.append(np.where(branch.steps == first, last, self.row + branch.steps - first - 1))
+            self.data.append(np.full(len(branch.steps), branch.datum))
+            self.steps.append(branch.steps)
+            self.add(branch.tokens, len(prompt), branch)
+        self.groups.append(Group(start, len(prompt) - begun, tuple(len(b.tokens) for b in piece.branches), prefix))
+
+
+def _lay_out(members: Bin[_Piece], *, slotted: bool) -> Pack:
+    layout = _Layout()
+    layout.fill(members)
+    parts = (layout.tokens, layout.positions, layout.rows, layout.data, layout.steps)
+    tokens_T, positions_T, rows_N, data_N, steps_N = (np.concatenate(part).astype(np.int32) for part in parts)
+    slots_T = np.concatenate(layout.slots) if slotted else None
+    return Pack(tokens_T, positions_T, tuple(layout.groups), rows_N, data_N, steps_N, tuple(layout.images), slots_T)

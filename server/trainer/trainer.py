@@ -43,7 +43,14 @@ from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, class
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and config files of a model directory, which a full checkpoint carries along."""
 
-NO_METRICS = {"tokens": 0.0, "loss_sum": 0.0}
+NO_METRICS = {
+    "tokens": 0.0,
+    "loss_sum": 0.0,
+    "sequence_tokens": 0.0,
+    "computed_tokens": 0.0,
+    "passes": 0.0,
+    "pass_tokens_max": 0.0,
+}
 """The metrics of no data."""
 
 
@@ -113,8 +120,7 @@ class TorchTrainer:
         critic_config = None if spec.critic is None else parse_config(LoraConfig, spec.critic)
         head = ScalarHead(self._model.hidden_size, self._device, bias=False) if spec.head == "scalar" else None
         if spec.lora is None:
-            if self._config.ranks == 1:  # of several, each keeps a part
-                self._budget.check_state(self._model.trainable().values(), self._device)
+            self._check_state()
             self._before_full(self._model)
             parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
             self._policies[policy] = _Policy(self._optimizer(policy, parameters), None, (), head)
@@ -133,6 +139,10 @@ class TorchTrainer:
             self.delete_policy(policy)
             raise
         self._policies[policy] = replace(self._policies[policy], critic=critic)
+
+    def _check_state(self) -> None:
+        """Raises: TooLargeError when there is no room for the optimizer state of all parameters."""
+        self._budget.check_state(self._model.trainable().values(), self._budget.free(self._device))
 
     def _before_full(self, model: PackedModel) -> None:
         """A model is about to be trained in all its parameters, or was loaded beside one that is."""
@@ -257,7 +267,14 @@ class TorchTrainer:
         self._check_loss(metrics["loss_sum"], factor)
         self._trained_by(policy, loss).scaled(total * factor).backward()  # type: ignore[no-untyped-call]
         _scatter(pack, scores_N.detach(), scores)
-        return metrics
+        size = float(len(pack))
+        effort = {
+            "computed_tokens": size,
+            "pass_tokens_max": size,
+            "passes": 1.0,
+            "sequence_tokens": float(pack.sequence_tokens),
+        }
+        return metrics | effort
 
     def _check_loss(self, loss_sum: float, factor: float) -> None:
         """Raises: TrainerError when the loss is not finite."""

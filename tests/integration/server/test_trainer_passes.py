@@ -20,6 +20,7 @@ from trainer_tools import (
 
 from opentinker.client.messages import AdamParams, Datum, LossConfig, PolicySpec, TokenChunk
 from opentinker.errors import ConflictError, InvalidRequestError, NotFoundError, TrainerError, UnknownModelError
+from opentinker.server.trainer import prefixes
 from opentinker.server.trainer.trainer import TorchTrainer
 
 PPO = LossConfig(name="ppo")
@@ -94,6 +95,36 @@ def test_a_shared_prompt_is_a_repeated_prompt(tiny_model_dir: Path) -> None:
     for trainer in (shared, repeated):
         trainer.forward_backward("p", data, PPO, 1.0)
     assert_same(gradients(shared), gradients(repeated), relative=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_a_shared_prefix_is_a_repeated_prefix(
+    tiny_model_dir: Path, lora: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    system, examples = rng.integers(3, 512, 30), rng.integers(3, 512, 20)
+    starts = [system, np.concatenate([system, examples])]
+    prompts = [np.concatenate([start, rng.integers(3, 512, 3 + i)]) for i, start in enumerate(starts * 2)]
+    data = [make_datum(rng, prompt, int(rng.integers(1, 9))) for prompt in prompts for _ in range(2)]
+    found = []
+    for shortest in (16, 1000):
+        monkeypatch.setattr(prefixes, "MIN_PREFIX", shortest)
+        trainer = make_trainer(tiny_model_dir, pack_tokens=512)
+        trainer.create_policy("p", PolicySpec(lora=lora, seed=3))
+        trainer.forward_backward("p", make_data(), PPO, 0.1)
+        trainer.optim_step("p", AdamParams(learning_rate=1e-3))
+        found.append((trainer.forward_backward("p", data, PPO, 0.125), trainer))
+    (shared, one), (repeated, other) = found
+    assert shared.loss == pytest.approx(repeated.loss, rel=1e-5)
+    for a, b in zip(shared.logprobs, repeated.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_same(gradients(one), gradients(other), relative=1e-5)
+    branches = sum(int(d.weights.sum()) - 1 for d in data)
+    assert shared.metrics["computed_tokens"] == 30 + 20 + sum(len(prompt) - 30 for prompt in prompts) - 2 * 20 + branches
+    assert repeated.metrics["computed_tokens"] == sum(map(len, prompts)) + branches
+    for result in (shared, repeated):
+        assert result.metrics["sequence_tokens"] == sum(map(len, data))
+        assert (result.metrics["passes"], result.metrics["pass_tokens_max"]) == (1, result.metrics["computed_tokens"])
 
 
 def test_the_order_of_the_data_changes_no_bit(tiny_model_dir: Path) -> None:

@@ -36,7 +36,9 @@ from opentinker.errors import ConfigError, EngineError, ImageMissingError, Inval
 from opentinker.server import images
 from opentinker.server.engine.select import create_engine
 from opentinker.server.images import ImageProcessor, ImageStore
+from opentinker.server.trainer import prefixes
 from opentinker.server.trainer.lead_trainer import LeadTrainer
+from opentinker.server.trainer.packing import pack_data
 from opentinker.server.trainer.trainer import TorchTrainer
 
 IMAGE_TOKEN = 3
@@ -362,19 +364,26 @@ def plain_logprobs(model: Any, model_dir: Path, store: ImageStore, datum: Datum)
     return found
 
 
-@pytest.mark.parametrize("pack_tokens", [16, 512])
+@pytest.mark.parametrize(("pack_tokens", "min_prefix"), [(16, 16), (512, 16), (512, 2)])
 def test_packed_logprobs_and_gradients_are_those_of_the_models_own_forward_pass(
-    vlm_dir: Path, store: ImageStore, pack_tokens: int
+    vlm_dir: Path, store: ImageStore, pack_tokens: int, min_prefix: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of every parameter, those of the vision tower among them."""
+    """Gradients of every parameter, those of the vision tower among them; also of a picture in a prefix that prompts share."""
+    monkeypatch.setattr(prefixes, "MIN_PREFIX", min_prefix)
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(vlm_dir, dtype=torch.float32).eval()
     data = vlm_data(store)
+    asked_otherwise: list[Chunk] = [*data[0].chunks[:2], tokens(ASIDE), tokens([60, 61, 62])]
+    data.append(datum_of(asked_otherwise, [False, False, False, True], np.random.default_rng(1)))
     config = TrainerConfig.model_validate({"dtype": "float32", "pack_tokens": pack_tokens})
     trainer = TorchTrainer(vlm_dir, config, device="cpu", images=store)
     trainer.create_policy("p", PolicySpec())
     result = trainer.forward_backward("p", data, LossConfig(name="cross_entropy"), 1.0)
+    if min_prefix == 2:
+        (pack,) = pack_data(data, pack_tokens)
+        shared = [range(*span) for group in pack.groups for span in group.prefix]
+        assert any(start in span for start, _ in pack.images for span in shared)
     loss = torch.zeros(())
     for datum, found in zip(data, result.logprobs, strict=True):
         expected = plain_logprobs(model, vlm_dir, store, datum) * torch.from_numpy(datum.weights)

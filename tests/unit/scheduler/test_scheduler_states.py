@@ -23,7 +23,7 @@ def test_no_sequence_of_moves_leaves_an_end_state_or_skips_a_step(wishes: list[J
     living = [s for s in path if not s.ended]
     for earlier, later in itertools.pairwise(living):
         assert later is JobState.QUEUED or order.index(later) == order.index(earlier) + 1
-    assert JobState.COMPLETED not in path or living == order
+    assert JobState.COMPLETED not in path or living[-3:] == order
 
 
 @given(st.sampled_from(JobState))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.training.recorder import Recorder
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "multiagent"))  # coordinators for tests are there
 STOP = 0
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -9,7 +9,7 @@ import torch
 
 from opentinker.client.messages import Datum, TokenChunk
 from opentinker.errors import ConfigError, TrainerError
-from opentinker.server.trainer import attention, flex
+from opentinker.server.trainer import attention, flex, prefixes
 from opentinker.server.trainer.attention import PackLayout, packed_attention
 from opentinker.server.trainer.flex import needed_blocks
 from opentinker.server.trainer.model import PackedModel
@@ -19,22 +19,33 @@ HEADS, KEY_HEADS, WIDTH = 4, 2, 8
 
 
 def make_pack() -> Pack:
+    """Prompts of which three begin alike, and two of these with more alike."""
     rng = np.random.default_rng(0)
     data = []
-    for prompt, branches in ((5, (3, 0, 4, 2)), (1, (6,)), (9, (1, 1))):
-        start = rng.integers(0, 50, prompt)
+    beginning = rng.integers(0, 50, 4)
+    longer = np.concatenate([beginning, rng.integers(0, 50, 3)])
+    for begun, prompt, branches in (
+        ([], 5, (3, 0, 4, 2)),
+        ([], 1, (6,)),
+        (beginning, 2, (1, 1)),
+        (longer, 1, (2, 5, 1)),
+        (longer, 4, (1, 7)),
+    ):
+        start = np.concatenate([begun, rng.integers(0, 50, prompt)])
+        prompt = len(start)
         for length in branches:
             tokens = np.concatenate([start, rng.integers(0, 50, length)]).astype(np.int32)
             weights = (np.arange(len(tokens)) >= prompt - 1).astype(np.float32)
             data.append(Datum((TokenChunk(tokens),), tokens, {"weights": weights}))
-    (pack,) = pack_data(data, 100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "MIN_PREFIX", 3)
+        (pack,) = pack_data(data, 200)
+    assert sorted(len(group.prefix) for group in pack.groups) == [0, 0, 0, 1, 1, 2, 2]
     return pack
 
 
 def dense(pack: Pack, window: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    sees = torch.zeros(len(pack), len(pack), dtype=torch.bool)
-    for group in pack.groups:
-        sees[group.start : group.stop, group.start : group.stop] = torch.from_numpy(group.mask())
+    sees = torch.from_numpy(pack.sees(np.arange(len(pack)), np.arange(len(pack))))
     if window is not None:
         position = torch.from_numpy(pack.positions_T)
         sees &= position[:, None] - position[None, :] < window
@@ -89,8 +100,7 @@ def test_every_block_that_a_row_sees_into_is_needed_and_few_others(size: int) ->
     pack = make_pack()
     count = -(-len(pack) // size)
     sees = np.zeros((count * size, count * size), np.bool_)
-    for group in pack.groups:
-        sees[group.start : group.stop, group.start : group.stop] = group.mask()
+    sees[: len(pack), : len(pack)] = pack.sees(np.arange(len(pack)), np.arange(len(pack)))
     seen = sees.reshape(count, size, count, size).any((1, 3))
     needed = needed_blocks(pack, size)
     assert not (seen & ~needed).any()

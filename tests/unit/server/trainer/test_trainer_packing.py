@@ -1,5 +1,6 @@
 """Packing: every weighted target exactly once, predicted from exactly its own datum's tokens."""
 
+from collections.abc import Iterator
 from itertools import permutations
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opentinker.client.messages import Chunk, Datum, ImageChunk, TokenChunk, chunk_tokens, placed_images
+from opentinker.client.messages import Chunk, Datum, ImageChunk, IntArray, TokenChunk, chunk_tokens, placed_images
+from opentinker.server.trainer import prefixes
 from opentinker.server.trainer.packing import Pack, pack_data
 
 
@@ -30,13 +32,24 @@ def batches(draw: st.DrawFn) -> list[Datum]:
     return data
 
 
+def seen_rows(pack: Pack, row: int) -> IntArray:
+    return np.flatnonzero(pack.sees(np.array([row]), np.arange(len(pack)))[0]).astype(np.int32)
+
+
 def seen_tokens(pack: Pack, row: int) -> list[int]:
     """The tokens that a row sees, in the order of their positions."""
-    (group,) = [g for g in pack.groups if g.start <= row < g.stop]
-    rows = group.start + np.flatnonzero(group.mask()[row - group.start])
+    rows = seen_rows(pack, row)
     positions = pack.positions_T[rows]
     assert sorted(positions) == list(range(len(rows)))
     return [int(t) for t in pack.tokens_T[rows[np.argsort(positions)]]]
+
+
+@pytest.fixture(autouse=True, params=[1, 16])
+def min_prefix(request: pytest.FixtureRequest) -> Iterator[int]:
+    """What is true of packs is true however short the prefixes are that prompts share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "MIN_PREFIX", request.param)
+        yield request.param
 
 
 @given(batches(), st.integers(1, 40))
@@ -70,8 +83,7 @@ def test_data_of_several_policies_are_each_computed_in_their_own_slot(
         for row, index, step in zip(pack.rows_N, pack.data_N, pack.steps_N, strict=True):
             covered.append((int(index), int(step)))
             assert seen_tokens(pack, int(row)) == data[index].tokens[: step + 1].tolist()
-            (group,) = [g for g in pack.groups if g.start <= row < g.stop]
-            assert set(pack.slots_T[group.start : group.stop].tolist()) == {slots[index]}
+            assert set(pack.slots_T[seen_rows(pack, int(row))].tolist()) == {slots[index]}
     assert sorted(covered) == [(i, int(t)) for i, d in enumerate(data) for t in np.flatnonzero(d.weights)]
 
 
@@ -82,6 +94,81 @@ def test_a_shared_prompt_is_laid_out_once() -> None:
     assert len(pack) == len(prompt) + 2 * len(data)
     assert [g.branches for g in pack.groups] == [(2,) * len(data)]
     assert np.count_nonzero(pack.rows_N == 2) == len(data)  # all first targets are predicted by the prompt's last row
+
+
+def prompted(*prompts: list[int]) -> list[Datum]:
+    """Two data of each prompt."""
+    return [datum([*prompt, a, a], [0.0] * (len(prompt) - 1) + [1.0, 1.0, 0.0]) for prompt in prompts for a in (1, 2)]
+
+
+SYSTEM, EXAMPLES = list(range(100, 120)), list(range(200, 220))
+
+
+def test_what_prompts_begin_with_is_laid_out_once_and_what_some_of_them_go_on_with_too(min_prefix: int) -> None:
+    more = [*SYSTEM, *EXAMPLES]
+    (pack,) = pack_data(prompted([*SYSTEM, 7], [*more, 8], [*more, 9]), 1000)
+    assert len(pack) == 20 + 20 + 3 + 6
+    assert [(group.prompt, len(group.branches), group.prefix_length) for group in pack.groups] == [
+        (20, 0, 0),
+        (20, 0, 20),
+        (1, 2, 40),
+        (1, 2, 40),
+        (1, 2, 20),
+    ]
+    assert pack.sequence_tokens == 2 * (22 + 42 + 42)
+
+
+def test_a_short_prefix_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shortest, rows in ((21, 2 * 23), (20, 2 * 23 - 20)):
+        monkeypatch.setattr(prefixes, "MIN_PREFIX", shortest)
+        (pack,) = pack_data(prompted([*SYSTEM, 7], [*SYSTEM, 8]), 1000)
+        assert len(pack) == rows
+
+
+def test_a_prompt_that_another_begins_with_keeps_its_last_token() -> None:
+    (pack,) = pack_data(prompted(SYSTEM, [*SYSTEM, 7]), 1000)
+    assert len(pack) == 19 + 1 + 2 + 2 + 2
+
+
+def test_a_prefix_of_more_than_fits_into_a_pack_is_repeated_in_each(min_prefix: int) -> None:
+    packs = pack_data(prompted(*([*SYSTEM, a] for a in range(5))), 20 + 2 * 3)
+    assert [len(pack) for pack in packs] == [26, 26, 23]
+    assert all(pack.tokens_T[:20].tolist() == SYSTEM for pack in packs)
+    assert [len(pack.groups) for pack in packs] == [3, 3, 1]  # where one is alone, its prefix is its prompt's
+
+
+def test_prefixes_that_continue_each_other_are_as_many_as_max_depth() -> None:
+    letters = [list(range(1000 * i, 1000 * i + 20)) for i in range(12)]
+    prompts = [[*(token for part in letters[: i + 1] for token in part), 7] for i in range(12)]
+    (pack,) = pack_data(prompted(*prompts, [*prompts[-1], 8]), 1 << 20)
+    assert max(len(group.prefix) for group in pack.groups) == prefixes.MAX_DEPTH
+
+
+def tokens_computed(data: list[Datum], pack_tokens: int, shortest: int) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "MIN_PREFIX", shortest)
+        return sum(map(len, pack_data(data, pack_tokens)))
+
+
+@given(batches(), st.integers(1, 40))
+def test_to_share_prefixes_never_takes_more_tokens(data: list[Datum], pack_tokens: int) -> None:
+    alone, shared = (tokens_computed(data, pack_tokens, shortest) for shortest in (1000, 1))
+    assert shared <= alone
+
+
+@given(batches(), st.integers(1, 40))
+def test_a_prefix_is_seen_by_two_groups_and_is_as_long_as_it_has_to_be(data: list[Datum], pack_tokens: int) -> None:
+    for pack in pack_data(data, pack_tokens):
+        spans = [span for group in pack.groups for span in group.prefix]
+        for group in pack.groups:
+            span = (group.start, group.start + group.prompt)
+            if not group.branches:
+                continue
+            assert span not in spans
+        for span in set(spans):
+            assert span[1] - span[0] >= prefixes.MIN_PREFIX
+            assert sum(span in group.prefix for group in pack.groups) >= 2
+            assert any((group.start, group.start + group.prompt) == span for group in pack.groups)
 
 
 def test_a_group_that_does_not_fit_is_split_and_its_prompt_repeated() -> None:
@@ -136,12 +223,14 @@ def illustrated(draw: st.DrawFn) -> list[Datum]:
 def test_a_target_sees_the_images_of_its_own_datum_at_their_own_places(data: list[Datum], pack_tokens: int) -> None:
     for pack in pack_data(data, pack_tokens):
         for row, index, step in zip(pack.rows_N, pack.data_N, pack.steps_N, strict=True):
-            (group,) = [g for g in pack.groups if g.start <= row < g.stop]
-            rows = group.start + np.flatnonzero(group.mask()[row - group.start])
+            rows = seen_rows(pack, int(row))
             seen = {(int(pack.positions_T[start]), image.sha256) for start, image in pack.images if start in rows}
             expected = {(start, image.sha256) for start, image in placed_images(data[index].chunks) if start <= step}
             assert seen == expected
             assert seen_tokens(pack, int(row)) == data[index].tokens[: step + 1].tolist()
+        starts = [group.start for group in pack.groups]
+        for start, image in pack.images:
+            assert not any(start < bound < start + len(image.tokens) for bound in starts)
 
 
 def test_prompts_with_other_images_are_not_shared() -> None:
@@ -152,8 +241,9 @@ def test_prompts_with_other_images_are_not_shared() -> None:
                      np.array([9, 9, 6, 7], np.int32), {"weights": weights})  # fmt: skip
 
     (pack,) = pack_data([shown("a"), shown("b"), shown("a")], 100)
-    assert [len(group.branches) for group in pack.groups] == [2, 1]
-    assert sorted((start, image.sha256) for start, image in pack.images) == [(1, "a"), (5, "b")]
+    assert [len(group.branches) for group in pack.groups if group.branches] == [2, 1]
+    assert [image.sha256 for _, image in sorted(pack.images, key=lambda placed: placed[0])] == ["a", "b"]
+    assert [pack.positions_T[start] for start, _ in pack.images] == [1, 1]
 
 
 @st.composite

@@ -1,0 +1,341 @@
+"""A driver's seats in games that the coordinator plays: each has a machine here, which is told of the same events as if the
+game were played beside it."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from opentinker.config.agents import TurnsConfig
+from opentinker.config.rollout import RolloutConfig
+from opentinker.env.environment import Action, Message
+from opentinker.env.threads import UserThreads
+from opentinker.errors import DeadlineError, EnvironmentFailedError, OpenTinkerError, UnavailableError
+from opentinker.multiagent.coordination.member import Member
+from opentinker.multiagent.coordination.run import Round
+from opentinker.multiagent.coordination.words import Answer, Taken, event_from_wire
+from opentinker.multiagent.episode import SeedOfTurn, episode_of
+from opentinker.multiagent.players import DrawnPlayers, ModelPlayer, PolicyPlayer, ScriptedPlayer, SeatPlayer
+from opentinker.multiagent.runner import Groups, OnGame, file_game, player_at, seeds_of_game
+from opentinker.multiagent.spoken import spoken
+from opentinker.rollout.machine import (
+    ActionSampled,
+    Cancelled,
+    DeadlinePassed,
+    EpisodeEnded,
+    EpisodeMachine,
+    Event,
+    Failed,
+    Finalize,
+    Finish,
+    Generate,
+    ResetDone,
+    StepDone,
+    TurnGranted,
+    TurnLost,
+)
+from opentinker.rollout.sampler import Sampler
+from opentinker.rollout.types import Episode, Group
+
+AnswerTurn = Callable[[int, Answer], None]
+
+
+class _Over:
+    """The game is over; `aborted` says why it is void, if it is."""
+
+    def __init__(self, aborted: DeadlinePassed | Failed | None, environment_s: float) -> None:
+        self.aborted = aborted
+        self.environment_s = environment_s
+
+
+class SeatPlay:
+    """A policy's seat in one game."""
+
+    def __init__(
+        self, name: str, player: PolicyPlayer, task: Any, config: RolloutConfig, turns: TurnsConfig, request_id: str,
+        seed_of_turn: SeedOfTurn, answer: AnswerTurn,
+    ) -> None:  # fmt: skip
+        self.events: asyncio.Queue[Event | Taken | _Over] = asyncio.Queue()
+        self._config, self._turns_config, self._answer = config, turns, answer
+        self._task = task
+        self._machine = EpisodeMachine(
+            player.renderer,
+            task,
+            max_turns=config.max_turns,
+            max_action_tokens=player.sampling.max_tokens,
+            max_model_len=player.max_model_len,
+            waits_for_turn=True,
+        )
+        self._sampler = Sampler(
+            player.generate, config, player.sampling, request_id, lambda turn: seed_of_turn(name, turn), player.upload
+        )
+        self._turn = 0
+        self._sampling: asyncio.Task[ActionSampled | None] | None = None
+        self._broken = ""
+        """Why no turn can be played, although none was asked for yet."""
+
+    async def run(self, member: int) -> Episode:
+        """Play to the end.
+
+        Raises:
+            OpenTinkerError: the policy's server refuses or is lost.
+        """
+        try:
+            while not isinstance(event := await self._next(), _Over):
+                await self._hear(event)
+        finally:
+            await self._stop_sampling()
+        if not isinstance(self._machine.pending, Finish):
+            self._machine.handle(Cancelled())
+        return episode_of(
+            self._machine,
+            self._task,
+            member,
+            event.aborted,
+            generation_s=self._sampler.seconds,
+            environment_s=event.environment_s,
+        )
+
+    async def _next(self) -> Event | Taken | _Over:
+        """The next event; what goes wrong in sampling meanwhile is raised."""
+        if self._sampling is None:
+            return await self.events.get()
+        if self._sampling.done():
+            self._sampling.result()
+            return await self.events.get()
+        coming = asyncio.ensure_future(self.events.get())
+        try:
+            await asyncio.wait([coming, self._sampling], return_when=asyncio.FIRST_COMPLETED)
+            if self._sampling.done():
+                self._sampling.result()
+            return await coming
+        finally:
+            coming.cancel()
+
+    async def _hear(self, event: Event | Taken) -> None:
+        machine = self._machine
+        if isinstance(event, Taken):
+            assert self._sampling is not None, "an action was taken that was never given"
+            sampled = await self._sampling
+            assert sampled is not None
+            machine.handle(sampled)
+            self._turn += 1
+            return
+        if isinstance(event, EpisodeEnded | TurnLost | DeadlinePassed | Failed | Cancelled):
+            await self._stop_sampling()
+        if isinstance(event, TurnLost):
+            self._turn += 1
+        if isinstance(machine.pending, Finish) and not isinstance(event, EpisodeEnded):
+            return  # it ended here first, and said so
+        if isinstance(machine.pending, Finish) and not machine.pending.termination.trains:
+            return
+        request = machine.handle(await self._with_images(event))
+        if not isinstance(event, TurnGranted):
+            return
+        if self._broken:
+            machine.handle(Failed(self._broken))
+            self._answer(self._turn, Answer("failed", error=self._broken, ended=True))
+        elif isinstance(request, Generate):
+            self._sampling = asyncio.ensure_future(self._sample(request))
+        elif isinstance(request, Finish | Finalize) and str(request.termination).startswith("truncated"):
+            self._answer(self._turn, Answer("cut", error=machine.error))
+        else:
+            self._answer(self._turn, Answer("failed", error=machine.error, ended=True))
+
+    async def _sample(self, request: Generate) -> ActionSampled | None:
+        """Sample and answer. The action is the machine's only when the coordinator has taken it."""
+        timeout_s = min(self._turns_config.turn_timeout_s, self._config.generation_timeout_s)
+        said = await self._sampler.sample(request, self._turn, timeout_s)
+        if isinstance(said, DeadlinePassed):
+            self._answer(self._turn, Answer("late", error=said.error))
+        elif isinstance(said, Failed):
+            self._answer(self._turn, Answer("failed", error=said.error))
+        else:
+            assert isinstance(said, ActionSampled)
+            try:
+                action = self._machine.action_of(said.sample)
+            except ValueError:  # the machine says what is wrong with it, and ends
+                self._machine.handle(said)
+                self._answer(self._turn, Answer("failed", error=self._machine.error, ended=True))
+                return None
+            self._answer(self._turn, Answer("act", action))
+            return said
+        return None
+
+    async def _with_images(self, event: Event) -> Event:
+        """The event with what stands for its images in a prompt, once this driver's server has them."""
+        if not isinstance(event, ResetDone | TurnGranted | StepDone) or (isinstance(event, StepDone) and event.done):
+            return event
+        shown = event.observation
+        try:
+            images = await self._sampler.images(shown, self._config.generation_timeout_s)
+        except (EnvironmentFailedError, UnavailableError, DeadlineError) as error:
+            self._broken = self._broken or str(error)
+            return event
+        return replace(event, images=images) if images else event
+
+    async def _stop_sampling(self) -> None:
+        sampling, self._sampling = self._sampling, None
+        if sampling is not None:
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
+
+class SeatRunner:
+    """As `GameRunner`, for the seats of one driver: the games are the coordinator's. `kind` says what they are for."""
+
+    def __init__(
+        self, member: Member, kind: Literal["train", "evaluation"], config: RolloutConfig, turns: TurnsConfig, run_seed: int
+    ) -> None:
+        self._member = member
+        self._kind: Literal["train", "evaluation"] = kind
+        self._config = config
+        self._turns = turns
+        self._run_seed = run_seed
+
+    async def run(
+        self,
+        players: Mapping[str, SeatPlayer],
+        tasks: Sequence[Any],
+        group_size: int,
+        step: int,
+        on_game: OnGame | None = None,
+        *,
+        first_index: int = 0,
+    ) -> Groups:
+        """As `GameRunner.run`, with the groups of this driver's own agents; the others ask for the same games.
+
+        Raises:
+            AgentLostError: another driver is lost.
+            DeadlineError: one is too late.
+            OpenTinkerError: why the run has ended; or a policy's server refuses or is lost.
+        """
+        asked = Round(self._kind, step, first_index, group_size, len(tasks), "")
+        with UserThreads() as threads:
+            played = _Played(self, players, tasks, asked, threads, on_game)
+            try:
+                async with self._member.games(asked, tasks) as words:
+                    return await played.follow(words)
+            finally:
+                await played.stop()
+
+    async def close(self) -> None:
+        """Nothing runs here that would have to be ended."""
+
+
+class _Played:
+    """One round of games, as one driver sees it."""
+
+    def __init__(
+        self,
+        runner: SeatRunner,
+        players: Mapping[str, SeatPlayer],
+        tasks: Sequence[Any],
+        asked: Round,
+        threads: UserThreads,
+        on_game: OnGame | None,
+    ) -> None:
+        self._runner = runner
+        self._players = players
+        self._tasks = tasks
+        self._asked = asked
+        self._threads = threads
+        self._on_game = on_game
+        self._nonce = uuid.uuid4().hex[:16]
+        played = [name for name, player in players.items() if isinstance(player, PolicyPlayer | DrawnPlayers)]
+        self.groups: Groups = {name: [Group(task, i) for i, task in enumerate(tasks, asked.first_index)] for name in played}
+        self._games: dict[str, tuple[dict[str, SeatPlay], SeedOfTurn, asyncio.Future[bool]]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._words: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def follow(self, words: "asyncio.Queue[Any]") -> Groups:
+        """Do what the coordinator says until all games are over."""
+        self._words = words
+        while True:
+            match await words.get():
+                case OpenTinkerError() as error:
+                    raise type(error)(error.detail, hint=error.hint) from error
+                case BaseException() as error:
+                    raise error
+                case ["game", game, index, member, attempt]:
+                    self._begin(game, index, member, attempt)
+                case ["event", game, agent, event]:
+                    self._games[game][0][agent].events.put_nowait(event_from_wire(event))
+                case ["ask", game, agent, turn, messages]:
+                    self._task(self._act(game, agent, turn, messages))
+                case ["over", game, aborted, again, environment_s]:
+                    plays, _, ended = self._games.pop(game)
+                    ended.set_result(again)
+                    for play in plays.values():
+                        play.events.put_nowait(_Over(_why(aborted), environment_s))
+                case ["round_over", _]:
+                    break
+        await self._all_done()
+        for group in (group for of_agent in self.groups.values() for group in of_agent):
+            group.episodes.sort(key=lambda episode: episode.member)
+        return self.groups
+
+    async def stop(self) -> None:
+        """End what still runs."""
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _begin(self, game: str, index: int, member: int, attempt: int) -> None:
+        runner, asked, place = self._runner, self._asked, index - self._asked.first_index
+        seeds = seeds_of_game(runner._run_seed, asked.step, index, member, attempt)
+        request_id = f"{self._nonce}-{index}-{member}-{attempt}"
+
+        def answers(name: str) -> AnswerTurn:
+            return lambda turn, answer: runner._member.answer(game, name, turn, answer)
+
+        plays = {
+            name: SeatPlay(
+                name, player, self._tasks[place], runner._config, runner._turns, f"{request_id}-{name}", seeds, answers(name)
+            )
+            for name in self._players
+            if isinstance(player := player_at(self._players[name], place), PolicyPlayer)
+        }
+        again: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._games[game] = (plays, seeds, again)
+        self._task(self._game(plays, {name: self.groups[name][place] for name in plays}, member, again))
+
+    async def _game(
+        self, plays: Mapping[str, SeatPlay], groups: Mapping[str, Group], member: int, again: "asyncio.Future[bool]"
+    ) -> None:
+        ended = await asyncio.gather(*(play.run(member) for play in plays.values()))
+        episodes = dict(zip(plays, ended, strict=True))
+        if self._on_game is not None:
+            self._on_game(episodes)
+        file_game(groups, episodes, again=await again)
+
+    async def _act(self, game: str, agent: str, turn: int, messages: Sequence[Message]) -> None:
+        player, seeds = self._players[agent], self._games[game][1]
+        assert isinstance(player, ScriptedPlayer | ModelPlayer)
+        said = await spoken(player, messages, seeds(agent, turn), self._threads)
+        answer = Answer("act", said) if isinstance(said, Action) else Answer("failed", error=said.error)
+        self._runner._member.answer(game, agent, turn, answer)
+
+    def _task(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._words.put_nowait(error)
+
+    async def _all_done(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running)
+        if not self._words.empty() and isinstance(error := self._words.get_nowait(), BaseException):
+            raise error
+
+
+def _why(aborted: Any) -> DeadlinePassed | Failed | None:
+    if aborted is None:
+        return None
+    late, error = aborted
+    return DeadlinePassed(error) if late else Failed(error)

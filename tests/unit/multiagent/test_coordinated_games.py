@@ -1,0 +1,213 @@
+"""Games whose seats are driven by different processes are those that one process plays: the same tokens, masks and rewards."""
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from coordination_tools import meeting, played_apart
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_any_game import Anything
+from test_games import Relay, Talker, fingerprint
+
+import opentinker.multiagent.coordination.member as member_module
+import opentinker.rollout.sampler as sampler_module
+from opentinker.config.agents import OnLate, TurnsConfig
+from opentinker.config.rollout import RolloutConfig
+from opentinker.env.load import load_environment
+from opentinker.environments.gomoku_duel import GomokuDuel
+from opentinker.errors import EngineError
+from opentinker.multiagent.environment import MultiAgentEnvironment
+from opentinker.multiagent.players import Player, ScriptedPlayer
+from opentinker.multiagent.protocol import AgentProtocol, EnvironmentChooses, Free, ModeratorChooses, RoundRobin, Simultaneous
+from opentinker.multiagent.runner import GameRunner, Groups
+from opentinker.multiagent.seats import Seats
+from opentinker.rollout.trajectory import Run
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(member_module, "FIRST_PAUSE_S", 0.001)
+
+
+class Broken(Talker):
+    """Fails in turns whose seed says so, whenever that is asked."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    async def __call__(self, prompt: Any, params: Any, request_id: str) -> Any:
+        if Random(params.seed).random() < self.share:
+            raise EngineError("the engine broke")
+        return await super().__call__(prompt, params, request_id)
+
+
+def spelled(run: Run) -> Any:
+    return str(run.kind), run.tokens.tolist(), run.sample and run.sample.logprobs.tolist()
+
+
+def whole(groups: Groups) -> Any:
+    """Everything of the episodes that does not depend on time."""
+    return {
+        name: [
+            [
+                (
+                    kind,
+                    e.task,
+                    e.member,
+                    str(e.termination),
+                    [spelled(run) for trajectory in e.trajectories for run in trajectory.runs],
+                    e.messages,
+                    e.rewards,
+                    e.reward_without_turn,
+                    e.metrics,
+                    sorted(e.components.items()),
+                    e.error,
+                )
+                for kind, episodes in (("played", group.episodes), ("failed", group.failures))
+                for e in episodes
+            ]
+            + [(group.replaced, group.dropped)]
+            for group in of_agent
+        ]
+        for name, of_agent in sorted(groups.items())
+    }  # fmt: skip
+
+
+async def both_ways(
+    environment: type[MultiAgentEnvironment],
+    drivers: Sequence[Sequence[str]],
+    players: Any,
+    tasks: Sequence[Any],
+    *,
+    group_size: int = 2,
+    on_late: OnLate = "abort",
+    lossy: Any = None,
+    **limits: Any,
+) -> tuple[Groups, Groups]:
+    """The groups of games that one process plays, and of those that these drivers play."""
+    rollout, turns = RolloutConfig(**limits), TurnsConfig(on_late=on_late)
+    seats = Seats(environment.agents, environment.protocol)
+    here: dict[str, Player] = players()
+    one = await GameRunner(load_environment(environment), seats, rollout, turns, run_seed=3).run(here, tasks, group_size, 1)
+    async with meeting(environment) as place:
+        apart = await played_apart(
+            place,
+            drivers,
+            players(),
+            rollout,
+            turns,
+            lambda runner, mine: runner.run(mine, tasks, group_size, 1),
+            run_seed=3,
+            lossy=lossy,
+        )
+    return one, apart
+
+
+async def test_a_game_of_two_drivers_is_that_of_one_process() -> None:
+    one, apart = await both_ways(
+        Relay, [["black"], ["white"]], lambda: {name: Talker().player() for name in Relay.agents}, [1, 2, 3], group_size=4
+    )
+    assert whole(one) == whole(apart)
+    assert fingerprint(one) == fingerprint(apart)
+    assert sum(len(group.episodes) for group in apart["white"]) == 12
+
+
+async def test_gomoku_with_a_script_in_another_process_is_that_of_one_process() -> None:
+    def first(messages: Sequence[Any], numbers: Any) -> str:
+        return f"{numbers.choice('abcdefgh')}{numbers.randint(1, 8)}"
+
+    one, apart = await both_ways(
+        GomokuDuel,
+        [["black"], ["white"]],
+        lambda: {"black": Talker().player(), "white": ScriptedPlayer(first)},
+        load_environment(GomokuDuel).held_out_tasks()[:2],
+        max_turns=4,
+    )
+    assert whole(one) == whole(apart)
+    assert list(apart) == ["black"]
+
+
+@pytest.mark.parametrize("limits", [{"max_turns": 1}, {"max_turns": 3}])
+async def test_limits_end_the_game_for_all_drivers(limits: Any) -> None:
+    one, apart = await both_ways(
+        Relay, [["black"], ["white"]], lambda: {n: Talker().player() for n in Relay.agents}, [1], **limits
+    )
+    assert whole(one) == whole(apart)
+
+
+async def test_a_full_context_ends_the_game_for_all_drivers() -> None:
+    def players() -> dict[str, Player]:
+        return {"black": Talker().player(), "white": Talker().player(max_tokens=2, room=16)}
+
+    one, apart = await both_ways(Relay, [["black"], ["white"]], players, [1])
+    assert whole(one) == whole(apart)
+    assert str(apart["black"][0].episodes[0].termination) == "truncated_context"
+
+
+class Chaired(Anything):
+    protocol = ModeratorChooses("a")
+
+
+class Named(Anything):
+    protocol = EnvironmentChooses()
+
+
+class Rounds(Anything):
+    protocol = RoundRobin()
+
+
+class Together(Anything):
+    protocol = Simultaneous()
+
+
+ORDERS: list[type[Anything]] = [Chaired, Named, Rounds, Together]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    order=st.sampled_from(ORDERS),
+    seed=st.integers(0, 10_000),
+    on_late=st.sampled_from(["abort", "forfeit", "skip"]),
+    split=st.sampled_from([[["a"], ["b"], ["c"], ["d"]], [["a", "c"], ["d", "b"]], [["b"], ["a", "c", "d"]]]),
+    failing=st.sampled_from([0.0, 0.0, 0.15]),
+    lost=st.sampled_from([0.0, 0.2]),
+)
+def test_any_game_of_any_drivers_is_that_of_one_process(
+    order: type[Anything], seed: int, on_late: OnLate, split: Any, failing: float, lost: float
+) -> None:
+    """Even if agents come and go, policies fail, and requests and answers are lost, doubled and late. Of simultaneous turns
+    one of which fails it depends on time how far the others were, so that those are left out."""
+    if failing:
+        order = Rounds
+    Anything.games = []
+    one, apart = asyncio.run(
+        both_ways(
+            order,
+            split,
+            lambda: {name: Broken(failing).player() for name in order.agents},
+            [seed, seed + 1],
+            on_late=on_late,
+            lossy=(Random(seed), lost) if lost else None,
+            max_turns=5,
+            generation_retries=0,
+        )
+    )
+    assert whole(one) == whole(apart)
+
+
+def test_free_play_of_several_drivers_ends_with_every_reward_given() -> None:
+    """Whose action comes first is nobody's to say, so that only the sums can be compared."""
+
+    class Open(Anything):
+        protocol: AgentProtocol = Free()
+
+    Anything.games = []
+    one, apart = asyncio.run(
+        both_ways(Open, [["a", "b"], ["c", "d"]], lambda: {n: Talker().player() for n in Open.agents}, [5, 6])
+    )
+    assert {n: len(g) for n, g in one.items()} == {n: len(g) for n, g in apart.items()}

@@ -1,0 +1,329 @@
+"""Agents whose drivers are different processes learn what they would learn in one; and each hears what became of the others."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from coordination_tools import TOKEN, Place, meeting
+
+import opentinker.training.meeting as meeting_module
+from opentinker.config.base import parse_config
+from opentinker.config.job import RLJobConfig
+from opentinker.env.environment import Action
+from opentinker.env.load import load_environment
+from opentinker.errors import AgentLostError, ConfigError, ConflictError, DeadlineError, ServerLostError, TrainerError
+from opentinker.multiagent.coordination.member import Member
+from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
+from opentinker.multiagent.protocol import RoundRobin
+from opentinker.training.agents import AgentsLoop
+from opentinker.training.recorder import Recorder
+
+
+class Digits(MultiAgentEnvironment):
+    """Black earns 1 for a 7, white for a 3, red for a 5; each says its digit in its turn."""
+
+    agents = ("black", "white")
+    protocol = RoundRobin()
+    version = "2"
+    right: Mapping[str, str] = {"black": "7", "white": "3", "red": "5"}
+
+    @classmethod
+    def held_out_tasks(cls) -> Sequence[Any]:
+        return [{"question": i} for i in range(3)]
+
+    def reset(self, task: Any) -> Mapping[str, str]:
+        return {name: f"{name}: which digit?" for name in self.agents}
+
+    def step(self, agent: str, action: Action) -> MultiStepResult:
+        hit = float(action.text.strip() == self.right[agent])
+        return MultiStepResult({agent: hit}, done=agent == self.agents[-1], left=[agent], metrics={agent: {"exact": hit}})
+
+    def leave(self, agent: str) -> MultiStepResult:
+        return MultiStepResult(done=agent == self.agents[-1], left=[agent])
+
+
+class Three(Digits):
+    agents = ("black", "white", "red")
+
+
+SMALL = {
+    "rollout": {"groups_per_step": 3, "max_turns": 1},
+    "algorithm": {"group_size": 4},
+    "evaluation": {"samples_per_task": 2, "at_start": False},
+}
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes drivers that reach a place without a network."""
+
+    def reach(place: Place) -> None:
+        monkeypatch.setenv("OPENTINKER_ENV_TOKEN", TOKEN)
+        transport = httpx.ASGITransport(place.app)
+        monkeypatch.setattr(meeting_module, "Member", partial(Member, transport=transport))
+
+    return reach
+
+
+class Drivers:
+    """One loop for each agent, with a policy of its own."""
+
+    def __init__(
+        self, make_policy: Any, make_config: Any, folder: Path, environment: type[MultiAgentEnvironment], **changes: Any
+    ):
+        self.policies = {name: make_policy() for name in environment.agents}
+        self._environment = environment
+        self._folder = folder
+        self._changes = SMALL | changes
+        self._make_config = make_config
+
+    def config(self, *agents: str, **changes: Any) -> RLJobConfig:
+        meets = {"run": "duel", "url": "http://coordinator"}
+        given = {"agents": {name: {} for name in agents}, "coordinator": meets} | self._changes | changes
+        found: RLJobConfig = self._make_config(**given)
+        return found
+
+    async def connect(self, name: str, steps: Sequence[int] = (0,), resume_at: int | None = None, **changes: Any) -> AgentsLoop:
+        config = self.config(name, **changes)
+        recorder = Recorder(self._folder / name, config.model_dump(mode="json"), resume_at=resume_at)
+        environment = load_environment(self._environment)
+        return await AgentsLoop.connect(config, environment, self.policies[name], recorder, steps=steps)
+
+    async def drive(self, name: str, count: int, **options: Any) -> AgentsLoop:
+        loop = await self.connect(name, **options)
+        await loop.resume(max(options.get("steps", [0])))
+        await loop.run(count)
+        await loop.close()
+        return loop
+
+
+@pytest.fixture
+def make_drivers(policy: Any, make_config: Any, tmp_path: Path) -> Any:
+    return lambda environment=Digits, **changes: Drivers(type(policy), make_config, tmp_path, environment, **changes)
+
+
+async def test_two_drivers_learn_what_one_driver_of_both_learns(make_drivers, make_config, policy, recorder, here) -> None:
+    whole = make_config(agents={"black": {}, "white": {}}, lora={"rank": 4}, **SMALL)
+    black, white = type(policy)(), type(policy)()
+
+    async def another(*_: Any, **__: Any) -> Any:
+        return white
+
+    black.create_policy = another
+    one = await AgentsLoop.connect(whole, load_environment(Digits), black, recorder)
+    await one.run(4)
+    apart = make_drivers()
+    async with meeting(Digits) as place:
+        here(place)
+        loops = await asyncio.gather(*(apart.drive(name, 4) for name in Digits.agents))
+    for name, alone in (("black", black), ("white", white)):
+        assert np.array_equal(apart.policies[name].logits, alone.logits)
+        assert alone.logits.any()
+    assert [loop.steps_done for loop in loops] == [4, 4]
+    rows = recorder.rows
+    for loop in loops:
+        for row, there in zip(loop._recorder.rows, rows, strict=True):
+            for name, numbers in row["agents"].items():
+                same = {k: v for k, v in numbers.items() if not k.endswith("_s") and "per_s" not in k}
+                assert same == {k: there["agents"][name][k] for k in same}
+
+
+async def test_no_driver_updates_before_all_games_are_over_and_none_plays_before_all_updates(make_drivers, here) -> None:
+    drivers, order = make_drivers(), []
+    for name, policy in drivers.policies.items():
+        sample, train = policy.sample, policy.train_step
+
+        async def sampled(*args: Any, name: str = name, sample: Any = sample, **kwargs: Any) -> Any:
+            found = await sample(*args, **kwargs)
+            order.append(("sampled", name))
+            return found
+
+        async def trained(*args: Any, name: str = name, train: Any = train, **kwargs: Any) -> Any:
+            order.append(("update", name))
+            await asyncio.sleep(0.05 if name == "white" else 0.0)
+            order.append(("updated", name))
+            return await train(*args, **kwargs)
+
+        policy.sample, policy.train_step = sampled, trained
+    async with meeting(Digits) as place:
+        here(place)
+        await asyncio.gather(
+            *(drivers.drive(name, 3, evaluation={"at_start": False, "at_end": False}) for name in Digits.agents)
+        )
+    updating, updates = 0, 0
+    for what, _ in order:
+        updating += {"update": 1, "updated": -1}.get(what, 0)
+        updates += what == "updated"
+        assert what != "sampled" or (updating == 0 and updates % 2 == 0)
+    assert updates == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (TrainerError("the loss is nan"), "the driver of 'white' is lost: the update of 'white': the loss is nan"),
+        (ServerLostError("job job-1 is FAILED: its worker died"), "the driver of 'white' is lost: .*its worker died"),
+    ],
+)
+async def test_a_driver_that_cannot_go_on_says_why_to_the_others(make_drivers, here, error: Exception, says: str) -> None:
+    """Mid-update."""
+    drivers = make_drivers()
+
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise error
+
+    drivers.policies["white"].train_step = broken
+    async with meeting(Digits) as place:
+        here(place)
+        black, white = await asyncio.gather(*(drivers.drive(name, 2) for name in Digits.agents), return_exceptions=True)
+        assert type(white) is type(error)
+        with pytest.raises(AgentLostError, match=says):
+            raise black
+        assert place.coordinator.runs()["runs"][0]["state"] == "ended"
+
+
+async def test_a_server_that_is_lost_within_a_game_ends_the_game_for_all_with_that_cause(make_drivers, here) -> None:
+    drivers = make_drivers()
+    drivers.policies["white"].broken = ServerLostError("job job-1 is FAILED: its worker died")
+    async with meeting(Digits) as place:
+        here(place)
+        black, white = await asyncio.gather(*(drivers.drive(name, 2) for name in Digits.agents), return_exceptions=True)
+    assert isinstance(white, ServerLostError)
+    with pytest.raises(AgentLostError, match=r"the driver of 'white' is lost: .*its worker died"):
+        raise black
+
+
+async def test_who_holds_up_the_others_for_too_long_is_named(make_drivers, here) -> None:
+    drivers = make_drivers(turns={"barrier_timeout_s": 2.0})
+
+    async def slow(*_: Any, **__: Any) -> Any:
+        await asyncio.sleep(3600)
+
+    drivers.policies["white"].train_step = slow
+    async with meeting(Digits) as place:
+        here(place)
+        white = asyncio.ensure_future(drivers.drive("white", 2))
+        with pytest.raises(DeadlineError, match=r"'white' held up the others in update 0 for .* s") as caught:
+            await drivers.drive("black", 2)
+        assert "turns.barrier_timeout_s" in caught.value.hint
+        white.cancel()
+        await asyncio.gather(white, return_exceptions=True)
+
+
+async def test_the_others_go_on_without_an_agent_that_is_lost_if_they_are_to(make_drivers, here) -> None:
+    drivers = make_drivers(Three, turns={"on_lost": "go_on", "on_late": "forfeit"})
+
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise TrainerError("the loss is nan")
+
+    drivers.policies["red"].train_step = broken
+    async with meeting(Three) as place:
+        here(place)
+        black, white, red = await asyncio.gather(*(drivers.drive(name, 3) for name in Three.agents), return_exceptions=True)
+    assert isinstance(red, TrainerError)
+    assert (black.steps_done, white.steps_done) == (3, 3)
+    assert black._member.gone == {"red": "the driver of 'red' is lost: the update of 'red': the loss is nan"}
+
+
+async def test_drivers_that_do_not_agree_are_refused_with_both_values(make_drivers, here) -> None:
+    drivers = make_drivers()
+    async with meeting(Digits, lease_s=5.0) as place:
+        here(place)
+        black = asyncio.ensure_future(drivers.connect("black"))
+        await place.joined("black")
+        for changes, says in (
+            (
+                {"rollout": SMALL["rollout"] | {"max_turns": 3}},
+                "do not agree on rollout.max_turns: 3 for 'white', 1 for 'black'",
+            ),
+            ({"training": {"seed": 5}}, "do not agree on training.seed: 5 for 'white', 0 for 'black'"),
+            ({"algorithm": {"group_size": 8}}, "do not agree on algorithm.group_size: 8 for 'white', 4 for 'black'"),
+        ):
+            with pytest.raises(ConflictError, match=says):
+                await drivers.connect("white", resume_at=-1, **changes)
+        Digits.version = "3"
+        with pytest.raises(ConflictError, match="the environment's version: '3' for 'white', '2' on the server"):
+            await drivers.connect("white", resume_at=-1)
+        Digits.version = "2"
+        again = Drivers(type(drivers.policies["black"]), drivers._make_config, drivers._folder / "again", Digits, **SMALL)
+        with pytest.raises(ConflictError, match="'black' of run 'duel' is played by another driver, which is alive"):
+            await again.connect("black")
+        black.cancel()
+        await asyncio.gather(black, return_exceptions=True)
+
+
+async def test_a_seat_that_stays_empty_is_named(make_drivers, here) -> None:
+    drivers = make_drivers(turns={"join_timeout_s": 1.0})
+    async with meeting(Digits) as place:
+        here(place)
+        with pytest.raises(DeadlineError, match="nobody joined for 'white' within 1 s; 'black' waited"):
+            await drivers.connect("black")
+
+
+async def test_drivers_that_were_killed_go_on_from_the_newest_step_that_all_have(make_drivers, here) -> None:
+    """White's checkpoint of step 4 was not written in time."""
+    save = {"training": {"save_every": 2, "optimizer": {"learning_rate": 2.0}}}
+    whole = make_drivers(**save)
+    async with meeting(Digits) as place:
+        here(place)
+        await asyncio.gather(*(whole.drive(name, 6) for name in Digits.agents))
+        first, second = make_drivers(**save), make_drivers(**save)
+        first._folder = second._folder = whole._folder / "cut"
+        await asyncio.gather(*(first.drive(name, 4) for name in Digits.agents))
+        for name, policy in second.policies.items():
+            policy.saved, policy.drivers = first.policies[name].saved, first.policies[name].drivers
+        loops = await asyncio.gather(
+            second.drive("black", 4, steps=[2, 4], resume_at=4), second.drive("white", 4, steps=[2], resume_at=2)
+        )
+    for name in Digits.agents:
+        assert np.array_equal(second.policies[name].logits, whole.policies[name].logits)
+    assert [loop.steps_done for loop in loops] == [6, 6]
+    for loop in loops:
+        assert [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_step"] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_drivers_without_a_step_in_common_are_told_which_they_have(make_drivers, here) -> None:
+    drivers = make_drivers()
+    async with meeting(Digits) as place:
+        here(place)
+        with pytest.raises(ConflictError, match=r"'black' from steps 20, 10; 'white' from step 0|'white' from step 0; 'black'"):
+            await asyncio.gather(drivers.connect("black", steps=[10, 20]), drivers.connect("white"))
+
+
+async def test_a_driver_that_is_started_anew_takes_its_seat_when_the_lease_of_the_one_before_has_ended(
+    make_drivers, here
+) -> None:
+    drivers, again = make_drivers(), make_drivers()
+    again._folder = drivers._folder / "again"
+    async with meeting(Digits, lease_s=4.0) as place:
+        here(place)
+        black, white = await asyncio.gather(*(drivers.connect(name) for name in Digits.agents))
+        for task in black._member._tasks:  # as after SIGKILL: nothing is said any more
+            task.cancel()
+        playing = asyncio.ensure_future(white.run(1))
+        new = asyncio.ensure_future(again.drive("black", 1))
+        with pytest.raises(AgentLostError, match="the driver of 'black' is lost: it gave no sign of life for 4 s"):
+            await playing
+        await asyncio.gather(new, again.drive("white", 1))
+    assert again.policies["black"].logits.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"coordinator": {"run": "duel"}}, "coordinator.url is missing"),
+        ({"coordinator": {"run": ""}}, "coordinator.run"),
+        ({"agents": {}, "coordinator": {"run": "duel"}}, "coordinator is for agents"),
+        ({"turns": {"on_lost": "go_on"}}, "on_lost 'go_on' takes on_late 'forfeit'"),
+        ({"turns": {"barrier_timeout_s": 0}}, "turns.barrier_timeout_s"),
+    ],
+)
+def test_odd_coordinators_are_refused(changes: Any, says: str) -> None:
+    fields = {"base_model": "m", "environment": {"name": "x"}, "agents": {"black": {}}}
+    with pytest.raises(ConfigError, match=says):
+        parse_config(RLJobConfig, fields | changes)
