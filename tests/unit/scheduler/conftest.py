@@ -176,7 +176,7 @@ class World:
         await asyncio.gather(self._loop, return_exceptions=True)
 
     async def interactive(self, base_model: str = "some-model", owner: str = "admin", **options: Any) -> dict[str, Any]:
-        sections = {name: options.pop(name) for name in ("resources", "scheduling") if name in options}
+        sections = {name: options.pop(name) for name in ("resources", "scheduling", "start_from") if name in options}
         return await self.service.submit(owner, {"kind": "interactive", "base_model": base_model, **sections}, **options)
 
     async def rl(self, **scheduling: Any) -> dict[str, Any]:

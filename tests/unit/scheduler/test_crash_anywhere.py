@@ -302,7 +302,8 @@ async def test_a_crash_at_any_call_loses_nothing_doubles_nothing_and_leaves_noth
     calls = whole.fuse.calls
     assert calls > 12
     for at in range(1, calls + 1):
-        for after in (False, True):
+        # To die after a call is nearly to die before the next one: for the longest story, once is enough.
+        for after in (True,) if tell is gang_story else (False, True):
             folder = tmp_path / f"{at}-{after}"
             folder.mkdir()
             await tell(folder, Fuse(at, after=after))

@@ -1,6 +1,8 @@
 """Jobs with several servers: all of them are placed, started, watched, saved and stopped as one."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +174,24 @@ async def test_a_job_with_two_servers_is_one_job_from_its_start_to_its_end(world
 
 
 THREE = {"agents": {"black": {}, "white": {"server": "second"}, "red": {"server": "third"}}}
+
+
+async def test_the_checkpoints_of_all_servers_are_listed_and_each_can_be_started_from(world: Any) -> None:
+    slots(world, 2)
+    job = await world.service.submit("ann", config({"base_model": "other-model", "lora": None}))
+    root = Path(job["run_dir"]) / "checkpoints"
+    for folder, kind in ((root / "final@3", "lora"), (root / "policies" / "white" / "final@3", "full")):
+        folder.mkdir(parents=True)
+        state = {"kind": kind, "model_type": "llama", "step": 3, "created_at": 1.0, "version": 3}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        (folder / "manifest.json").write_text(json.dumps({"files": {"w": {"bytes": 7}}}))
+    found = {view["policy"]: view for view in await world.service.checkpoints("ann", job["id"])}
+    assert {policy: view["base_model"] for policy, view in found.items()} == {None: "some-model", "white": "other-model"}
+    of_white = found["white"]["ref"]
+    with pytest.raises(ConfigError, match="was trained on the base model 'other-model', this job has 'some-model'"):
+        await world.interactive(owner="ann", start_from=of_white)
+    started = await world.interactive("other-model", owner="ann", start_from=of_white)
+    assert started["config"]["start_from"] == of_white
 
 
 async def test_a_lost_server_is_named_with_its_agent_and_restarts_both(world: Any) -> None:
