@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from opentinker.config.algorithms import PPOConfig as PPO
     from opentinker.config.algorithms import ReinforcePPConfig as ReinforcePP
     from opentinker.config.algorithms import RLOOConfig as RLOO
+    from opentinker.config.arena import ArenaConfig
     from opentinker.config.coordination import CoordinatorConfig
     from opentinker.config.job import InferenceJobConfig, InteractiveJobConfig, RLJobConfig
+    from opentinker.config.opponents import ChatModelConfig, PoolConfig
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
     from opentinker.config.preference import DPOConfig as DPO
     from opentinker.config.preference import IPOConfig as IPO
@@ -56,9 +58,11 @@ _HOMES = {
     "opentinker.config.coordination": ("CoordinatorConfig",),
     "opentinker.config.algorithms": ("CriticConfig", "KLConfig", "MismatchConfig", "OverlongConfig"),
     "opentinker.config.agents": ("AgentConfig", "TurnsConfig"),
+    "opentinker.config.arena": ("ArenaConfig",),
     "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
     "opentinker.config.resources": ("Resources", "Scheduling"),
     "opentinker.config.rl": ("EvaluationConfig",),
+    "opentinker.config.opponents": ("ChatModelConfig", "PoolConfig"),
     "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
     "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
     "opentinker.env.datasets": ("load_tasks",),
@@ -101,7 +105,9 @@ __all__ = [
     "AgentConfig",
     "AgentProtocol",
     "Alternating",
+    "ArenaConfig",
     "BradleyTerry",
+    "ChatModelConfig",
     "Client",
     "CoordinatorConfig",
     "CriticConfig",
@@ -128,6 +134,7 @@ __all__ = [
     "MultiStepResult",
     "OpenTinkerError",
     "OverlongConfig",
+    "PoolConfig",
     "PreferenceTrainer",
     "RLJobConfig",
     "RLTrainer",

@@ -1,25 +1,28 @@
 """What users do to checkpoints: tags, deletion; and the hold of a job that starts from one."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from opentinker.checkpoint_marks import Marks, check_tag, resolve, tags_of
 from opentinker.checkpoint_names import joined_policy, split_policy
 from opentinker.checkpoints import Checkpoint, CheckpointRef, find, parse_name, versioned
-from opentinker.config.job import JobConfig
+from opentinker.config.job import JobConfig, parse_job
 from opentinker.errors import CheckpointError, ConflictError, NotFoundError
 from opentinker.retention import remove
-from opentinker.scheduler.checkpoint_views import checkpoint_root, checkpoint_view, ref_of, resolve_start
+from opentinker.scheduler.checkpoint_views import Start, checkpoint_root, checkpoint_view, ref_of, resolve_start
 from opentinker.scheduler.records import Job
 from opentinker.scheduler.storage_calls import StorageCalls
 from opentinker.scheduler.store import JobStore
-from opentinker.storage import Storage, all_checkpoints, further_policies
+from opentinker.storage import Storage, all_checkpoints
 
 WITHIN_S = 60.0
 """How long the storage may take."""
 STEP = "step-"
+POOL = "pool-"
+"""How past versions are called that play against those who learn."""
 T = TypeVar("T")
 
 
@@ -59,36 +62,39 @@ class CheckpointCare:
         policy = split_policy(name)[0]
         chosen = await self._run(partial(self._chosen, job, name))
         folder, ref = versioned(chosen.name, chosen.version), ref_of(job, chosen.name, chosen.version, policy)
-        open_jobs = {live.id: str(live.config.get("start_from", "")) for live in self._store.live_jobs()}
-        if users := sorted(id_ for id_, start in open_jobs.items() if start == str(ref)):
+        open_jobs = {live.id: parse_job(live.config).starts.values() for live in self._store.live_jobs()}
+        if users := sorted(id_ for id_, starts in open_jobs.items() if str(ref) in starts):
             raise ConflictError(f"{ref} is what job {users[0]} starts from", hint="delete it when that job has ended")
         marks = Marks(checkpoint_root(job, policy), self._storage)
-        for holder in (h for h, held in (await self._run(marks.holds)).items() if held == folder):
-            if holder not in self._accepting and holder not in open_jobs:
-                await self._run(partial(marks.release, holder))
+        for mark in (h for h, held in (await self._run(marks.holds)).items() if held == folder):
+            if not {mark.partition("~")[0]} & {*self._accepting, *open_jobs}:
+                await self._run(partial(marks.release, mark))
         if not await self._run(partial(self._delete, job, policy, chosen, not job.state.ended)):
             raise ConflictError(f"a job is being submitted that starts from {ref}", hint="delete it when that job has ended")
         return ref
 
-    async def hold(self, job_id: str, ref: CheckpointRef, source: Job, config: JobConfig) -> None:
-        """Before a job is accepted that starts from a checkpoint: from now on it is not deleted. `accepted` has to follow.
+    async def hold(self, job_id: str, starts: Sequence[Start], config: JobConfig) -> None:
+        """Before a job is accepted that starts from checkpoints: from now on they are not deleted. `accepted` has to follow.
 
         Raises:
-            ConfigError: it was deleted meanwhile.
+            ConfigError: one was deleted meanwhile.
             UnavailableError: the storage does not answer.
         """
         self._accepting.add(job_id)
+        held = 0
         try:
-            await self._run(partial(self._hold, job_id, ref, source, config))
+            for place, start in enumerate(starts):
+                await self._run(partial(self._hold, holder(job_id, place), start, config))
+                held += 1
         except BaseException:
-            self._accepting.discard(job_id)
+            await self.accepted(job_id, starts[:held], failed=True)
             raise
 
-    async def accepted(self, job_id: str, source: Job, *, failed: bool) -> None:
+    async def accepted(self, job_id: str, starts: Sequence[Start], *, failed: bool) -> None:
         """The store knows the job now, or never will."""
         self._accepting.discard(job_id)
-        if failed:
-            release = partial(self._release, source, job_id)
+        for place, start in enumerate(starts if failed else ()):
+            release = partial(Marks(_root(start), self._storage).release, holder(job_id, place))
             if self._storage is None:
                 await asyncio.to_thread(release)
             else:
@@ -99,19 +105,14 @@ class CheckpointCare:
             return await asyncio.to_thread(work)
         return await self._storage_calls.run(work, WITHIN_S)
 
-    def _hold(self, job_id: str, ref: CheckpointRef, source: Job, config: JobConfig) -> None:
-        marks = Marks(checkpoint_root(source, ref.policy), self._storage)
-        marks.hold(job_id, versioned(ref.name, ref.version))
+    def _hold(self, holder: str, start: Start, config: JobConfig) -> None:
+        marks = Marks(_root(start), self._storage)
+        marks.hold(holder, versioned(start.ref.name, start.ref.version))
         try:
-            resolve_start(ref, source, config, self._storage)  # whoever deletes it now sees the hold
+            resolve_start(start, config, self._storage)  # whoever deletes it now sees the hold
         except BaseException:
-            marks.release(job_id)
+            marks.release(holder)
             raise
-
-    def _release(self, source: Job, job_id: str) -> None:
-        root = checkpoint_root(source)
-        for policy in (None, *further_policies(root, self._storage)):
-            Marks(checkpoint_root(source, policy), self._storage).release(job_id)
 
     def _tag(self, job: Job, name: str, tag: str) -> dict[str, Any]:
         policy, name = split_policy(name)
@@ -143,6 +144,8 @@ class CheckpointCare:
         last = max(steps, key=lambda c: c.name, default=None)
         if is_open and last is not None and chosen.name == last.name and find(saved, last.name) == chosen:
             raise ConflictError(f"{ref} is what its job would go on from", hint="delete it when the job has ended")
+        if is_open and chosen.name.startswith(POOL):
+            raise ConflictError(f"{ref} may play in its job's games", hint="delete it when the job has ended")
         try:
             return remove(root, versioned(chosen.name, chosen.version), self._storage)
         except OSError as error:
@@ -150,6 +153,15 @@ class CheckpointCare:
 
     def _saved(self, job: Job, policy: str | None) -> list[Checkpoint]:
         return all_checkpoints(checkpoint_root(job, policy), self._storage)
+
+
+def holder(job_id: str, place: int) -> str:
+    """What the hold of a job is called, of the checkpoint that it names at a place: a job may hold several of one policy."""
+    return job_id if place == 0 else f"{job_id}~{place}"
+
+
+def _root(start: Start) -> Path:
+    return checkpoint_root(start.source, start.ref.policy)
 
 
 def _whose(job: Job, policy: str | None) -> str:

@@ -1,6 +1,6 @@
 """Checkpoints as the scheduler sees them: those of a job, and the one that a new job starts from."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,22 @@ from opentinker.config.server import LoraConfig
 from opentinker.errors import ConfigError, NotFoundError
 from opentinker.scheduler.records import Job
 from opentinker.storage import Storage, all_checkpoints, further_policies
+
+_FULL = "agents of one server are adapters on its base model; train an adapter in the other job, too"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A checkpoint that a job's config names, and the job that it is of."""
+
+    where: tuple[str, ...]
+    """The field of the config, by the keys that lead to it."""
+    ref: CheckpointRef
+    source: Job
+
+    @property
+    def field(self) -> str:
+        return ".".join(self.where)
 
 
 def checkpoint_root(job: Job, policy: str | None = None) -> Path:
@@ -65,47 +81,52 @@ def start_source(ref: CheckpointRef, job: Job | None, may_name: str | None) -> J
     return job
 
 
-def resolve_start(ref: CheckpointRef, source: Job, config: JobConfig, storage: Storage | None) -> CheckpointRef:
+def resolve_start(start: Start, config: JobConfig, storage: Storage | None) -> CheckpointRef:
     """The address of exactly one checkpoint, that `config`'s job can start from.
 
     Raises:
         ConfigError: there is none, or it does not fit the job.
         UnavailableError: the storage does not answer.
     """
+    ref, source = start.ref, start.source
     root = checkpoint_root(source, ref.policy)
     saved = all_checkpoints(root, storage)
     found = resolve(saved, Marks(root, storage).tags(), ref.name, ref.version)
     if found is None:
         known = [versioned(c.name, c.version) for c in saved]
-        raise ConfigError(
-            f"start_from: job {source.id} has no checkpoint '{versioned(ref.name, ref.version)}'",
-            hint=f"it has {', '.join(known[:10])}" if known else "it has none",
-        )
-    _check_fit(str(ref_of(source, found.name, found.version, ref.policy)), found, source, config)
-    return replace(ref, user=source.owner, name=found.name, version=found.version)
+        whose = f"job {source.id}" if ref.policy is None else f"'{ref.policy}' of job {source.id}"
+        hint = f"it has {', '.join(known[:10])}" if known else "it has none"
+        if ref.policy is not None and parse_job(source.config).own_policy == ref.policy:
+            hint = f"'{ref.policy}' has that job's own policy, whose checkpoints are {replace(ref, policy=None)}"
+        raise ConfigError(f"{start.field}: {whose} has no checkpoint '{versioned(ref.name, ref.version)}'", hint=hint)
+    exact = replace(ref, user=source.owner, name=found.name, version=found.version)
+    _check_fit(start, str(exact), found, config)
+    return exact
 
 
-def _check_fit(name: str, found: Checkpoint, source: Job, config: JobConfig) -> None:
-    theirs = parse_job(source.config)
+def _check_fit(start: Start, name: str, found: Checkpoint, config: JobConfig) -> None:
+    theirs, field = parse_job(start.source.config), start.field
     if theirs.base_model != config.base_model:
         raise ConfigError(
-            f"start_from: {name} was trained on the base model '{theirs.base_model}', this job has '{config.base_model}'",
+            f"{field}: {name} was trained on the base model '{theirs.base_model}', this job has '{config.base_model}'",
             hint=f"base_model: {theirs.base_model}",
         )
     if theirs.policy_head == "scalar" != config.policy_head:
         raise ConfigError(
-            f"start_from: {name} is a reward model, which scores and samples nothing",
+            f"{field}: {name} is a reward model, which scores and samples nothing",
             hint="it is for jobs of kind 'preference' with loss.kind 'bradley_terry', or with head 'scalar'",
         )
     if not config.trains:
         return  # whatever it holds can be sampled from
-    if theirs.lora != config.lora:
+    wanted, known = config.lora_of_start(start.where), theirs.lora_of_policy(start.ref.policy)
+    if wanted != "any" and known != "any" and wanted != known:
+        mine = "this job trains" if len(start.where) == 1 else f"{'.'.join(start.where[:-1])} has"
         raise ConfigError(
-            f"start_from: {name} holds {_what(theirs.lora)}, this job trains {_what(config.lora)}",
-            hint="give this job the same lora as that one" if theirs.lora else "leave lora out",
+            f"{field}: {name} holds {_what(known)}, {mine} {_what(wanted)}",
+            hint="give both the same lora" if known else "leave lora out" if mine == "this job trains" else _FULL,
         )
     if found.kind != ("full" if config.lora is None else "lora"):
-        raise ConfigError(f"start_from: {name} is a checkpoint of kind '{found.kind}', which does not fit its own job's config")
+        raise ConfigError(f"{field}: {name} is a checkpoint of kind '{found.kind}', which does not fit its own job's config")
 
 
 def _what(lora: LoraConfig | None) -> str:
@@ -115,8 +136,16 @@ def _what(lora: LoraConfig | None) -> str:
     return f"an adapter of rank {lora.rank} with alpha {lora.alpha:g} on {targets}"
 
 
+def pin(config: dict[str, Any], where: tuple[str, ...], address: str) -> None:
+    """Write an exact address into a resolved config, where it named a checkpoint."""
+    place: Any = config
+    for key in where[:-1]:
+        place = place[int(key) if isinstance(place, list) else key]
+    place[int(where[-1]) if isinstance(place, list) else where[-1]] = address
+
+
 def start_folder(text: str, source: Job | None) -> str:
-    """The folder that a stored config's `start_from` means; "" if it has none.
+    """The folder that an address in a stored config means; "" if it is empty.
 
     Raises:
         ConfigError: the job it was of is not known any more.
@@ -125,5 +154,5 @@ def start_folder(text: str, source: Job | None) -> str:
         return ""
     ref = parse_ref(text)
     if source is None:
-        raise ConfigError(f"start_from: there is no job {ref.job} any more")
+        raise ConfigError(f"the checkpoint {ref}: there is no job {ref.job} any more")
     return str(checkpoint_root(source, ref.policy) / versioned(ref.name, ref.version))

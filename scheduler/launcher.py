@@ -34,6 +34,8 @@ class ServerSpec:
     """The file that the server's processes append their output to."""
     start_from: str = ""
     """The folder of the checkpoint whose weights the policy starts from."""
+    starts: dict[str, str] = field(default_factory=dict)
+    """Address -> folder of the checkpoints that policies may load on demand."""
     head: str = "lm"
     critic: dict[str, Any] | None = None
     """The fields of `LoraConfig` of the policy's critic, if it has one."""

@@ -204,7 +204,15 @@ class RayLauncher:
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
                     runtime_env=_front_env(spec.job_id),
                 )
-                .remote(parts.worker, {spec.policy_id: spec.token}, host, spec.job_id, spec.log_path, **self._storage())
+                .remote(
+                    parts.worker,
+                    {spec.policy_id: spec.token},
+                    host,
+                    spec.job_id,
+                    spec.log_path,
+                    **self._storage(),
+                    **({"starts": spec.starts} if spec.starts else {}),
+                )
             )
 
     def _storage(self) -> dict[str, Any]:

@@ -178,6 +178,7 @@ class ServerCare:
             checkpoint_root=str(Path(job.run_dir) / "checkpoints"),
             log_path=str(Path(job.run_dir) / SERVER_LOG_NAME),
             start_from=self._start_folder(config.start_from),
+            starts={address: self._start_folder(address) for key, address in config.starts.items() if key != ("start_from",)},
             head=config.policy_head,
             critic=None if config.policy_critic is None else config.policy_critic.model_dump(mode="json"),
             rollout=engines if server.rollout_node_id else None,

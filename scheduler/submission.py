@@ -1,22 +1,24 @@
 """What becomes of a submit: what can be wrong with a job is said here, and nothing is left of one that is refused."""
 
 import asyncio
+import copy
 import json
 import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from opentinker.checkpoints import CheckpointRef, parse_ref
+from opentinker.checkpoints import parse_ref
 from opentinker.config.job import JobConfig, RLJobConfig, parse_job
 from opentinker.config.sinks import secrets_of
 from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, TooLargeError, UnavailableError
 from opentinker.scheduler.checkpoint_care import CheckpointCare
-from opentinker.scheduler.checkpoint_views import resolve_start, start_source
+from opentinker.scheduler.checkpoint_views import Start, pin, resolve_start, start_source
 from opentinker.scheduler.gpu_use import GpuUseReader
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
@@ -104,15 +106,9 @@ class Submissions:
             if earlier is not None:
                 return _same(earlier, resolved, code)
         await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
-        start: tuple[CheckpointRef, Job] | None = None
-        if parsed.start_from:
-            ref = parse_ref(parsed.start_from)
-            source = start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner)
-            # What the name means now is what it means for good, however often the server starts.
-            resolve = partial(resolve_start, ref, source, parsed, self._storage)
-            asked = asyncio.to_thread(resolve) if self._storage is None else self._storage_calls.run(resolve, STORAGE_S)
-            start = await asked, source
-            resolved["start_from"] = str(start[0])
+        starts = [await self._start(where, address, parsed, owner, may_name) for where, address in parsed.starts.items()]
+        for start in starts:
+            pin(resolved, start.where, str(start.ref))
         nodes = await self._launcher.nodes()
         request = request_of(parsed, nodes, self._reconciler.node_types)
         demand = total(request)
@@ -123,14 +119,14 @@ class Submissions:
         run_dir = self._settings.run_root / owner / job_id
         uploaded = self._storage if code else None
         await self._prepare(run_dir, code, uploaded, parsed)
-        if start is not None:
+        if starts:
             try:
-                await self._checkpoints.hold(job_id, *start, parsed)
+                await self._checkpoints.hold(job_id, starts, parsed)
             except BaseException:
                 await self._drop(run_dir, uploaded)
                 raise
         if self.closed:
-            await self._given_up(job_id, start)
+            await self._checkpoints.accepted(job_id, starts, failed=True)
             await self._drop(run_dir, uploaded)
             raise ConflictError("the cluster is being stopped")
         now = self._now()
@@ -154,20 +150,24 @@ class Submissions:
         try:
             accepted = self._store.accept(job, Event(job_id, now, "submitted"))
         except Exception:
-            await self._given_up(job_id, start)
+            await self._checkpoints.accepted(job_id, starts, failed=True)
             await self._drop(run_dir, uploaded)
             raise
         if accepted.id != job_id:  # another scheduler's answer to the same request
-            await self._given_up(job_id, start)
+            await self._checkpoints.accepted(job_id, starts, failed=True)
             await self._drop(run_dir, uploaded)
             return _same(accepted, resolved, code)
-        if start is not None:
-            await self._checkpoints.accepted(job_id, start[1], failed=False)
+        await self._checkpoints.accepted(job_id, starts, failed=False)
         return job
 
-    async def _given_up(self, job_id: str, start: tuple[CheckpointRef, Job] | None) -> None:
-        if start is not None:
-            await self._checkpoints.accepted(job_id, start[1], failed=True)
+    async def _start(self, where: tuple[str, ...], address: str, config: JobConfig, owner: str, may_name: str | None) -> Start:
+        """A checkpoint that the config names. What the name means now is what it means for good, however often the server
+        starts."""
+        ref = parse_ref(address)
+        named = Start(where, ref, start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner))
+        resolve = partial(resolve_start, named, config, self._storage)
+        asked = asyncio.to_thread(resolve) if self._storage is None else self._storage_calls.run(resolve, STORAGE_S)
+        return replace(named, ref=await asked)
 
     async def _prepare(self, run_dir: Path, code: dict[str, str] | None, uploaded: Storage | None, config: JobConfig) -> None:
         """Make the job's folder, and upload what `uploaded` is to have of it: that alone waits for the storage."""
@@ -190,8 +190,7 @@ class Submissions:
 
 def secrets_named(config: JobConfig) -> dict[str, str]:
     """Environment variable of the driver -> name of a secret of the job's owner."""
-    of_environment = config.environment.secrets if isinstance(config, RLJobConfig) else {}
-    return {**secrets_of(getattr(config, "sinks", ())), **of_environment}
+    return config.secrets if isinstance(config, RLJobConfig) else secrets_of(getattr(config, "sinks", ()))
 
 
 def _check_size(config: dict[str, Any]) -> None:
@@ -208,9 +207,10 @@ def _check_size(config: dict[str, Any]) -> None:
 
 def _same(earlier: Job, config: dict[str, Any], code: dict[str, str] | None) -> Job:
     """Raises: ConflictError when a repeated idempotency key comes with another job."""
-    given, meant = config.get("start_from"), earlier.config.get("start_from")
-    if given and meant and parse_ref(given).may_mean(parse_ref(meant)):
-        config = {**config, "start_from": meant}
+    config, pinned = copy.deepcopy(config), parse_job(earlier.config).starts
+    for where, address in parse_job(config).starts.items():
+        if (meant := pinned.get(where)) and parse_ref(address).may_mean(parse_ref(meant)):
+            pin(config, where, meant)
     if (earlier.config, earlier.code_sha256) != (config, code["sha256"].lower() if code else None):
         raise ConflictError("this idempotency key was used for another job", hint="use a new key for each job")
     return earlier

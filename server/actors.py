@@ -158,13 +158,14 @@ class FrontProcess:
         job_id: str,
         log_path: str,
         storage: Mapping[str, str] | None = None,
+        starts: Mapping[str, str] | None = None,
     ) -> None:
         """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token; `log_path` and `storage` as the
-        worker's."""
+        worker's; `starts` is address -> folder of other jobs' checkpoints that policies may load."""
         own_process_group()
         bring_log(storage, Path(log_path))  # the worker tells if it could not be brought
         write_to(Path(log_path), job=job_id, process="front")
-        app = create_app(RayWorker(worker_handle), tokens)
+        app = create_app(RayWorker(worker_handle), tokens, starts=starts)
         self._front: Front = app.state.front
         self._listener = Listener(app, host)
         self._starting = asyncio.Lock()

@@ -30,6 +30,7 @@ from opentinker.server.engine.base import AdapterId
 from opentinker.server.images import resolved
 from opentinker.server.keeping import DRIVER, check_keep_last, driver_json, prune, read_driver, tags
 from opentinker.server.overlap import SWITCHING
+from opentinker.server.policies import NAME
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import Hosted, State
 from opentinker.server.sync import first_measure, publish, push, restore, serve
@@ -217,18 +218,7 @@ def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     """Also publishes, so that the engine samples from what was loaded, unless nothing can be sampled."""
     _known(args, "name")
     hosted = state.hosted(policy)
-    name, version = parse_name(args.get("name"))
-    root = state.checkpoint_root(policy)
-    recover_all(root)
-    saved = _saved(state, root)
-    found = resolve(saved, tags(root, state.parts.storage), name, version)
-    path = root / versioned(name, version) if found is None else found.path
-    if found is None and not path.is_dir():  # of one that is damaged, `load` says what is wrong
-        known = ", ".join(versioned(c.name, c.version) for c in saved[:10])
-        raise CheckpointError(
-            f"there is no checkpoint '{versioned(name, version)}' of this policy",
-            hint=f"there are: {known}" if known else "none was saved yet",
-        )
+    path, found = _named(state, policy, args.get("name"))
     state.parts.trainer.load(policy, _here(state, path))
     driver = read_driver(path)
     if not hosted.samples:
@@ -236,6 +226,45 @@ def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
     # A new server takes up the numbers where the checkpoint's left off, so that a version means the same weights for good.
     before = max(hosted.attempted, (found.version or 0) - 1 if found is not None else 0)
     return {**publish(state, policy, "drain", after=before), "driver": driver}
+
+
+def _load_weights(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a checkpoint and nothing else of it, as the next version: one of this policy or of another of this server,
+    or, in a `folder` that the front has found out, one that the job names."""
+    _known(args, "name", "policy", "folder")
+    hosted = state.hosted(policy)
+    if args.get("folder") is not None:
+        path = Path(args["folder"])
+    else:
+        source = args.get("policy") or policy
+        if not isinstance(source, str) or not NAME.fullmatch(source):
+            raise InvalidRequestError(f"{str(source)[:80]!r} is not the name of a policy")
+        path, _ = _named(state, source, args.get("name"))
+    state.parts.trainer.load(policy, _here(state, path), weights_only=True)
+    if not hosted.samples:
+        return {"version": hosted.version}
+    return publish(state, policy, "drain")
+
+
+def _named(state: State, policy: str, text: Any) -> tuple[Path, Checkpoint | None]:
+    """The folder of a policy's checkpoint, and what is known of it if it is whole.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    name, version = parse_name(text)
+    root = state.checkpoint_root(policy)
+    recover_all(root)
+    saved = _saved(state, root)
+    found = resolve(saved, tags(root, state.parts.storage), name, version)
+    path = root / versioned(name, version) if found is None else found.path
+    if found is None and not path.is_dir():  # of one that is damaged, the trainer says what is wrong
+        known = ", ".join(versioned(c.name, c.version) for c in saved[:10])
+        raise CheckpointError(
+            f"there is no checkpoint '{versioned(name, version)}' of this policy",
+            hint=f"there are: {known}" if known else "none was saved yet",
+        )
+    return path, found
 
 
 def _saved(state: State, root: Path) -> list[Checkpoint]:
@@ -265,6 +294,7 @@ _COMMANDS: dict[str, Callable[[State, str, dict[str, Any]], dict[str, Any]]] = {
     "publish": _publish,
     "save": _save,
     "load": _load,
+    "load_weights": _load_weights,
 }
 
 

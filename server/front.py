@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from opentinker.checkpoints import parse_ref
 from opentinker.client import wire
 from opentinker.client.messages import PolicySpec, SampleRequest, validate
 from opentinker.config.base import nearest
@@ -46,10 +47,16 @@ class Front:
     """The routes of one server. Serves `/v1` once `info` is attached."""
 
     def __init__(
-        self, worker: WorkerClient, tokens: Mapping[str, str], clock: Callable[[], float], gap_timeout_s: float
+        self,
+        worker: WorkerClient,
+        tokens: Mapping[str, str],
+        clock: Callable[[], float],
+        gap_timeout_s: float,
+        starts: Mapping[str, str],
     ) -> None:
         self.dispatcher = Dispatcher(worker, clock, gap_timeout_s=gap_timeout_s)
         self.policies = PolicyTable(tokens)
+        self._starts = dict(starts)
         self._info: dict[str, Any] | None = None
         self._tokenizer: dict[str, bytes] = {}
 
@@ -134,6 +141,8 @@ class Front:
         wait_s = _wait_s(request)
         digest, body = await _read(request)
         seq, command, args = _envelope(body)
+        if command == "load_weights":
+            args = self._weights(args)
         operation = self.dispatcher.command(policy, seq, digest, command, args)
         return await _answer_operation(request, operation, wait_s)
 
@@ -147,6 +156,24 @@ class Front:
         caller = self._caller(request)
         operation = self.dispatcher.operation(request.path_params["operation_id"], caller)
         return await _answer_operation(request, operation, _wait_s(request))
+
+    def _weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a `load_weights`, for the worker: an address means a folder that the scheduler has told."""
+        if "folder" in args:
+            raise InvalidRequestError("unknown argument 'folder'", hint="name takes a checkpoint's name or address")
+        address = args.get("name")
+        if not isinstance(address, str) or "/" not in address:
+            return dict(args)
+        if args.get("policy"):
+            raise InvalidRequestError(f"'{address[:200]}' names its policy; leave policy out")
+        wanted = parse_ref(address)
+        found = [folder for known, folder in self._starts.items() if wanted.may_mean(parse_ref(known))]
+        if not found:
+            raise InvalidRequestError(
+                f"the checkpoint {wanted} is not among those that this job names",
+                hint="name it where the job is submitted: `checkpoints` of an interactive job, or an agent's `checkpoint`",
+            )
+        return {"folder": found[0]}
 
     def _caller(self, request: Request) -> str:
         """The policy whose token the request carries."""
@@ -170,10 +197,11 @@ def create_app(
     *,
     clock: Callable[[], float] = time.monotonic,
     gap_timeout_s: float = GAP_TIMEOUT_S,
+    starts: Mapping[str, str] | None = None,
 ) -> Starlette:
-    """The ASGI app in front of `worker`. `tokens` is policy -> token. Without `info` it answers 503 until
-    `app.state.front.attach(info)`."""
-    front = Front(worker, tokens, clock, gap_timeout_s)
+    """The ASGI app in front of `worker`. `tokens` is policy -> token; `starts` is address -> folder of the other jobs'
+    checkpoints that this one may load. Without `info` it answers 503 until `app.state.front.attach(info)`."""
+    front = Front(worker, tokens, clock, gap_timeout_s, starts or {})
     if info is not None:
         front.attach(info)
 

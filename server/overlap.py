@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from opentinker.server.protocol import CommandWork, SampleWork, Work
 
-SWITCHING = frozenset({"create", "delete", "publish", "load"})
+SWITCHING = frozenset({"create", "delete", "publish", "load", "load_weights"})
 """Commands that change what their policy's samples come from: a sample behind one waits for it."""
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from opentinker.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
 from opentinker.policy_tokens import further_token
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a policy; it is also the name of a folder."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class PolicyTable:
         """
         if policy is None:
             policy = f"policy-{secrets.token_hex(4)}"
-        if not _NAME.fullmatch(policy):
+        if not NAME.fullmatch(policy):
             raise InvalidRequestError(
                 f"{policy[:80]!r} cannot be a policy's name",
                 hint="up to 64 letters, digits, '.', '_' and '-', no sign first",

@@ -6,7 +6,20 @@ from typing import Any, Protocol
 
 from opentinker.client.messages import IntArray, SampleRequest
 
-COMMANDS = frozenset({"create", "delete", "forward", "forward_backward", "optim_step", "train_step", "publish", "save", "load"})
+COMMANDS = frozenset(
+    {
+        "create",
+        "delete",
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "train_step",
+        "publish",
+        "save",
+        "load",
+        "load_weights",
+    }
+)
 
 
 @dataclass(frozen=True)

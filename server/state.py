@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from opentinker.checkpoints import policy_root
 from opentinker.client.messages import Chunk, FloatArray
 from opentinker.errors import ConflictError, DeadlineError, NotFoundError, OpenTinkerError, VersionNotServedError
 from opentinker.server.engine.base import AdapterId, RolloutEngine
@@ -138,8 +139,7 @@ class State:
 
     def checkpoint_root(self, policy: str) -> Path:
         """Where the policy's checkpoints are: each policy has names of its own."""
-        root = self.parts.checkpoint_root
-        return root if policy == self.first else root / "policies" / policy
+        return policy_root(self.parts.checkpoint_root, None if policy == self.first else policy)
 
     def check_room(self, policy: str, *, lora: bool) -> None:
         """Whether another policy can be created.

@@ -86,7 +86,9 @@ def open_way(kinds: Sequence[Kind], engine: Caller, ranks: int, device: torch.de
             reasons.append(f"{kind}: {error.detail}")
             continue
         if reasons:
-            log.warning("event=weight_carrier kind=%s instead=%r", kind, "; ".join(reasons))
+            log.warning("event=weight_carrier kind=%s because=%r", kind, "; ".join(reasons))
+        else:
+            log.info("event=weight_carrier kind=%s", kind)
         return way
     raise WeightSyncError(f"the trainer's weights do not reach the engine, {'; '.join(reasons)}", hint=_HINT)
 

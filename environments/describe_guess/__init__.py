@@ -3,9 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from opentinker.env.environment import Action
+from opentinker.environments.describe_guess.players import letters, random_words
 from opentinker.errors import ConfigError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import Alternating
@@ -31,6 +32,7 @@ class DescribeGuess(MultiAgentEnvironment):
     agents = ("describer", "guesser")
     protocol = Alternating()
     version = "1"
+    players: ClassVar = {"random": random_words, "letters": letters}
     task_columns = ("word", "words")
 
     def __init__(self, choices: int = 8, rounds: int = 3, hint_penalty: float = 0.1, leak_penalty: float = 0.5) -> None:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from opentinker.env.environment import Action
 from opentinker.env.tasks import GeneratedTasks, ListTasks, Split, TaskSource
 from opentinker.environments.gomoku.board import Board, Cell, Color, board_text, cell_name, cell_of
 from opentinker.environments.gomoku.game import Game, IllegalRule, Rules
+from opentinker.environments.gomoku_duel.players import heuristic_move, random_move
 from opentinker.errors import ConfigError, InvalidRequestError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import Alternating
@@ -26,6 +27,7 @@ class GomokuDuel(MultiAgentEnvironment):
     agents = ("black", "white")
     protocol = Alternating()
     version = "1"
+    players: ClassVar = {"random": random_move, "heuristic": heuristic_move}
     task_columns = ("seed", "opening")
 
     def __init__(

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from opentinker.env.environment import Action
+from opentinker.environments.negotiation.players import fair, greedy, random_offer
 from opentinker.errors import ConfigError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import RoundRobin
@@ -22,6 +23,7 @@ class Negotiation(MultiAgentEnvironment):
     agents = ("ann", "bob", "eve")
     protocol = RoundRobin()
     version = "1"
+    players: ClassVar = {"random": random_offer, "fair": fair, "greedy": greedy}
     task_columns = ("coins", "values")
 
     def __init__(self, rounds: int = 3, penalty: float = 0.1) -> None:

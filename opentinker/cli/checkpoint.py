@@ -1,6 +1,9 @@
 """`opentinker checkpoint`: what can be done with the checkpoints that jobs have saved."""
 
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from opentinker.checkpoint_names import joined_policy, split_policy
-from opentinker.checkpoints import parse_name, policy_root, versioned
+from opentinker.checkpoints import MANIFEST, parse_name, policy_root, versioned
 from opentinker.cli.checkpoints import checkpoints, size
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
@@ -25,6 +28,7 @@ from opentinker.cli.common import (
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.errors import ConfigError, NotFoundError
 from opentinker.export import export_checkpoint
+from opentinker.storage import Storage
 
 checkpoint = typer.Typer(help="List, tag, delete and export what jobs have saved.", no_args_is_help=True)
 NameArgument = Annotated[
@@ -129,6 +133,10 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="With --merge: float32, bfloat16 or float16. Default: the base model's own.")
     ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The cluster's storage_url, to bring from there what is not on this machine."),
+    ] = None,
     as_json: JsonOption = False,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -136,12 +144,13 @@ def export(
 ) -> None:
     """Write a checkpoint as a folder that transformers, vLLM or peft load, without the optimizer's state.
 
-    Runs here: on a machine that has the checkpoint's folder, and with --merge torch.
+    Runs here: on a machine that has the checkpoint's folder, or may read the cluster's storage, and with --merge torch.
     """
     if not merge and (base_model is not None or dtype is not None):
         raise ConfigError("--base-model and --dtype are of a merged adapter", hint="add --merge")
-    folder = _folder(source, name, url, key, state_dir)
-    written = export_checkpoint(folder, output, merge=_merge(base_model, dtype) if merge else None)
+    folder, place = _folder(source, name, url, key, state_dir)
+    with _here(folder, place, storage, output) as found:
+        written = export_checkpoint(found, output, merge=_merge(base_model, dtype) if merge else None)
     if as_json:
         print_json(written)
         return
@@ -155,23 +164,43 @@ def _merge(base_model: Path | None, dtype: str | None) -> Any:
     return partial(write_merged, base_model=base_model, dtype=dtype)
 
 
-def _folder(source: str, name: str | None, url: str | None, key: Path | None, state_dir: Path) -> Path:
-    """The checkpoint's folder on this machine."""
+@contextmanager
+def _here(folder: Path, place: Path | None, storage_url: str | None, output: Path) -> Iterator[Path]:
+    """The checkpoint's folder on this machine; while it is used, one beside the output that was brought from the storage.
+
+    Raises:
+        ConfigError: it is at neither place.
+        UnavailableError: the storage cannot be read from here.
+    """
+    if folder.is_dir():
+        yield folder
+        return
+    if storage_url is None or place is None:
+        raise ConfigError(
+            f"{folder} is not on this machine",
+            hint="run this on the machine where the job ran, name the cluster's storage (--storage URL), or copy the folder "
+            "here and name it in the job's place",
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as draft:
+        there = Storage(storage_url, Path(draft))
+        if not there.fetch_folder(Path(draft) / place, last=MANIFEST):
+            raise ConfigError(f"{place} is not in the storage {storage_url}", hint="--storage is the cluster's storage_url")
+        yield Path(draft) / place
+
+
+def _folder(source: str, name: str | None, url: str | None, key: Path | None, state_dir: Path) -> tuple[Path, Path | None]:
+    """(the checkpoint's folder where its job ran, or one that is on this machine; where it is in a storage)."""
     if name is None:
         folder = Path(source).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {source}", hint="of a job, name the checkpoint too: JOB_ID NAME@VERSION")
-        return folder
+        return folder, None
     with connected(url, key, state_dir) as client:
         chosen = _chosen(client, source, name)
         run_dir = Path(client.job(source)["run_dir"])
     folder = policy_root(run_dir / "checkpoints", chosen["policy"]) / versioned(chosen["name"], chosen["version"])
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not on this machine",
-            hint="run this on the machine where the job ran, or copy the folder here and name it in the job's place",
-        )
-    return folder
+    return folder, folder.relative_to(run_dir.parent.parent)  # <user>/<job>/..., as the storage has it
 
 
 def _chosen(client: SchedulerClient, job_id: str, name: str) -> dict[str, Any]:

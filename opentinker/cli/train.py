@@ -26,6 +26,7 @@ from opentinker.client.reach import Connect
 from opentinker.client.task_files import check_example_files, check_task_files, named, task_files
 from opentinker.config.job import PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.errors import ConfigError
+from opentinker.multiagent.models import ChatModel
 from opentinker.training.progress import Progress
 from opentinker.training.run import checked_environment, run_preference_job, run_rl_job, run_sft_job
 
@@ -75,6 +76,7 @@ def train(
             name=job.name,
             seed=job.training.seed,
             start_from=job.start_from,
+            checkpoints=[address for where, address in job.starts.items() if where != ("start_from",)],
         ) as hosted:
             drive = _DRIVERS[type(job)]
             with Progress(job.name or job.default_name(), job.training.steps) as progress, hosted.explained():
@@ -102,6 +104,9 @@ def _checked_rl(job: RLJobConfig, folder: Path) -> tuple[RLJobConfig, Path | Non
             f"the environment runs in this process, which lacks {', '.join(absent)}",
             hint="install the packages here, and set the variables; or `opentinker submit`, where the cluster provides both",
         )
+    for name, agent in job.agents.items():
+        if agent.model is not None:
+            ChatModel(name, agent.model)  # raises where its key is missing, before anything is waited for
     folders = (*([code_dir] if code_dir else []), folder, Path())
     tasks, function = task_files(job, *folders), algorithm_file(job, *folders)
     environment = checked_environment(job, code_dir)

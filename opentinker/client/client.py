@@ -71,12 +71,15 @@ class Client:
         name: str = "",
         seed: int = 0,
         start_from: str = "",
+        checkpoints: Sequence[str] = (),
         start_timeout_s: float = 1800.0,
     ) -> "Job":
         """Submit an interactive job and wait until its server is up. Time in the cluster's queue counts.
 
         `start_from` is the address of a checkpoint whose weights the policy starts from, such as `job-46b60ae170/guess-v1`.
-        `critic` puts one beside the policy, for `PPO`; with head 'scalar' the policy is a reward model.
+        `checkpoints` are the addresses of others that further policies may take their weights from, such as agents' with
+        `AgentConfig(checkpoint=...)`. `critic` puts one beside the policy, for `PPO`; with head 'scalar' the policy is a reward
+        model.
 
         Raises:
             ConfigError: the arguments do not make a job.
@@ -97,6 +100,7 @@ class Client:
             name=name,
             seed=seed,
             start_from=start_from,
+            checkpoints=tuple(checkpoints),
         )
         return self._open(config, start_timeout_s)
 

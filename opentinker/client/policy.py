@@ -287,6 +287,19 @@ class PolicyClient:
         and `driver`, what its save was given."""
         return await self.command("load", {"name": name})
 
+    async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]:
+        """Take the weights of a checkpoint, and nothing else of it, as the next version: version and the rest of a publish. The
+        optimizer starts anew, and no number of the checkpoint's is taken over.
+
+        It is one of this policy, or, with `policy`, of another one of this server, by its name, `name@version` or tag; or one
+        of another job, by its address: those that this job names where it is submitted, such as `create_job(checkpoints=...)`.
+
+        Raises:
+            CheckpointError: there is none, it is corrupt, or it does not fit this policy's adapter or base model.
+            InvalidRequestError: the job does not name a checkpoint of this address.
+        """
+        return await self.command("load_weights", {"name": name, **({"policy": policy} if policy else {})})
+
     async def command(self, command: str, args: dict[str, Any], *, deadline_s: float = COMMAND_DEADLINE_S) -> dict[str, Any]:
         """Run any command of the server's table and return its result."""
         deadline = Deadline(deadline_s)

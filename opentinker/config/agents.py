@@ -3,14 +3,29 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from opentinker.checkpoints import parse_ref
 from opentinker.client.messages import AdamParams
 from opentinker.config.algorithms import AlgorithmConfig
 from opentinker.config.base import Config
+from opentinker.config.opponents import ChatModelConfig, PoolConfig
 from opentinker.config.rollout import SamplingConfig
 from opentinker.config.server import LoraConfig
+from opentinker.errors import ConfigError
 
+
+def _address(text: str) -> str:
+    if text:
+        try:
+            parse_ref(text)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+    return text
+
+
+Address = Annotated[str, AfterValidator(_address)]
+"""Of a checkpoint; empty = none."""
 OnLate = Literal["abort", "forfeit", "skip", "fail"]
 
 
@@ -49,8 +64,17 @@ class AgentConfig(Config):
     """Another agent, whose policy plays this seat, too, and learns from both."""
     script: str = ""
     """`path/to/file.py:function` plays instead of a policy: a function of (messages, random numbers) that gives a text."""
+    checkpoint: Address = ""
+    """A policy with the weights of this checkpoint, which is never updated: `user/job/name@version`, or, of an agent of a job,
+    `user/job/agent/name@version`; `user/` and `@version` may be left out. Base model and adapter have to be the same."""
+    pool: PoolConfig | None = None
+    """Past versions of an agent that learns play."""
+    model: ChatModelConfig | None = None
+    """A model plays that a server with OpenAI's chat API has."""
     frozen: bool = False
     """Its policy is never updated: it plays as it began."""
+    start_from: Address = ""
+    """A checkpoint whose weights its policy begins with, as in `checkpoint`; its optimizer starts anew."""
     lora: LoraConfig | None = None
     """Its adapter; None = the job's."""
     algorithm: AlgorithmConfig | None = None
@@ -62,17 +86,65 @@ class AgentConfig(Config):
 
     @model_validator(mode="after")
     def _one_player(self) -> "AgentConfig":
-        own = [name for name in ("lora", "algorithm", "optimizer", "sampling") if getattr(self, name) is not None]
-        if self.policy and self.script:
-            raise ValueError(f"bound to two players, the policy of '{self.policy}' and the script {self.script}")
-        if (other := self.policy or self.script) and (own or self.frozen):
-            raise ValueError(f"{', '.join(own) or 'frozen'} has no meaning: '{other}' plays this seat")
+        own = [name for name in ("lora", "algorithm", "optimizer", "sampling", "start_from") if getattr(self, name)]
+        players = {
+            f"the policy of '{self.policy}'": self.policy,
+            f"the script {self.script}": self.script,
+            f"the checkpoint {self.checkpoint}": self.checkpoint,
+            "a pool of past versions": self.pool,
+            f"the model '{self.model.name if self.model else ''}'": self.model,
+        }
+        bound = [what for what, given in players.items() if given]
+        if len(bound) > 1:
+            raise ValueError(f"bound to two players, {bound[0]} and {bound[1]}")
+        if bound and (idle := self._idle(own)):
+            raise ValueError(f"{', '.join(idle)} has no meaning: {bound[0].replace('the policy of ', '')} plays this seat")
         if self.frozen and (teaches := [name for name in own if name in ("algorithm", "optimizer")]):
             raise ValueError(f"{' and '.join(teaches)} has no meaning: a frozen policy does not learn")
         return self
 
+    def _idle(self, own: list[str]) -> list[str]:
+        """Of the fields that were given, those that say nothing of the player that was bound."""
+        if self.checkpoint:
+            return [name for name in own if name in ("algorithm", "optimizer", "start_from")]
+        if self.pool is not None:
+            own = [name for name in own if name != "sampling"]
+        return own or (["frozen"] if self.frozen else [])
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whoever plays is no policy of an agent's."""
+        return bool(self.script or self.pool or self.model)
+
+    @property
+    def learns(self) -> bool:
+        """It has a policy of its own that is updated."""
+        return not (self.policy or self.elsewhere or self.checkpoint or self.frozen)
+
+    @property
+    def begins_with(self) -> str:
+        """The address of the checkpoint whose weights its policy has at first; empty = none."""
+        return self.checkpoint or self.start_from
+
 
 def bound_elsewhere(agent: Any) -> bool:
     """Whether an agent's config, validated or not, gives it no policy of its own."""
-    fields = agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
-    return bool(fields.get("policy") or fields.get("script"))
+    fields = fields_of(agent)
+    return any(fields.get(name) for name in ("policy", "script", "pool", "model"))
+
+
+def fields_of(agent: Any) -> Mapping[str, Any]:
+    """The fields of an agent's config, validated or not."""
+    return agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
+
+
+def places_of_pool(agent: Any) -> int:
+    """How many policies the pool of an agent's config, validated or not, needs on the server; 0 if it has none, or a wrong
+    one."""
+    pool = agent.get("pool") if isinstance(agent, Mapping) else getattr(agent, "pool", None)
+    if isinstance(pool, PoolConfig):
+        return pool.places
+    try:
+        return PoolConfig.model_validate(pool).places if pool else 0
+    except ValueError:
+        return 0

@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from opentinker.config.agents import AgentConfig, TurnsConfig, bound_elsewhere
+from opentinker.config.agents import Address, AgentConfig, TurnsConfig, bound_elsewhere, fields_of, places_of_pool
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
+from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.coordination import CoordinatorConfig
 from opentinker.config.preference import (
@@ -19,6 +20,7 @@ from opentinker.config.preference import (
     PreferenceLoss,
     PreferenceTrainingConfig,
 )
+from opentinker.config.requirements import check_variables
 from opentinker.config.resources import Resources, Scheduling
 from opentinker.config.rl import EvaluationConfig, RLTrainingConfig
 from opentinker.config.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
@@ -32,7 +34,7 @@ from opentinker.config.server import (
     with_whole_gpu,
 )
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
-from opentinker.config.sinks import Sinks
+from opentinker.config.sinks import Sinks, secrets_of
 from opentinker.errors import ConfigError
 
 
@@ -57,6 +59,24 @@ class JobConfig(Config):
     engine: EngineConfig = EngineConfig()
     resources: Resources = Resources()
     scheduling: Scheduling = Scheduling()
+
+    @property
+    def own_policy(self) -> str | None:
+        """The agent that has the job's own policy; None where there are no agents."""
+        return None
+
+    @property
+    def starts(self) -> dict[tuple[str, ...], str]:
+        """The checkpoints that this config names, by the keys that lead to where it does."""
+        return {("start_from",): self.start_from} if self.start_from else {}
+
+    def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
+        """The adapter that the checkpoint named there has to have; 'any' = that is known only when it is loaded."""
+        return self.lora
+
+    def lora_of_policy(self, policy: str | None) -> LoraConfig | Literal["any"] | None:
+        """The adapter of this job's own policy (None), or of a further one."""
+        return self.lora if policy is None else "any"
 
     @model_validator(mode="after")
     def _can_restart(self) -> "JobConfig":
@@ -181,6 +201,8 @@ class RLJobConfig(JobConfig):
     """With `agents`: what becomes of one that holds up the others."""
     coordinator: CoordinatorConfig | None = None
     """With `agents`: those that are not named here are driven by other processes, which meet at this environment server."""
+    arena: ArenaConfig | None = None
+    """With `agents`: they meet each other, past versions and reference players; None = they do not."""
     sinks: Sinks = ()
     """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
@@ -197,6 +219,7 @@ class RLJobConfig(JobConfig):
             engine = engine.model_dump(include=engine.model_fields_set)
         if isinstance(agents, Mapping) and isinstance(engine, Mapping) and "max_adapters" not in engine:
             count = sum(not bound_elsewhere(agent) for agent in agents.values())
+            count += sum(places_of_pool(agent) for agent in agents.values()) + _arena_places(values.get("arena"), agents)
             if count > 1 and values.get("lora") is None:
                 raise ValueError(f"agents: {count} policies share one base model, so they are adapters; set lora")
             return {**values, "engine": {**engine, "max_adapters": max(count, 1)}}
@@ -209,9 +232,12 @@ class RLJobConfig(JobConfig):
                 raise ValueError("turns are those of several agents, and there are no agents")
             if self.coordinator is not None:
                 raise ValueError("coordinator is for agents, and there are none; name those that this job drives")
+            if self.arena is not None:
+                raise ValueError("arena is for several agents, and there are no agents")
             return self
         own = self.policies
-        if not self.learners:
+        learning = self.learners
+        if not learning:
             raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
         if self.agents[own[0]].lora not in (None, self.lora):
             raise ValueError(f"agents.{own[0]} has the job's own policy, so that its adapter is the job's: set lora")
@@ -219,29 +245,46 @@ class RLJobConfig(JobConfig):
             if agent.policy and agent.policy not in own:
                 what = "plays itself" if agent.policy == name else "is no agent with a policy of its own"
                 raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
-        if len(own) > self.engine.max_adapters:
-            raise ValueError(f"agents have {len(own)} policies, and engine.max_adapters is {self.engine.max_adapters}")
+        for name, pool in ((name, agent.pool) for name, agent in self.agents.items() if agent.pool):
+            if pool.of not in learning:
+                what = "plays itself" if pool.of == name else "is no agent that learns"
+                raise ValueError(f"agents.{name}.pool.of: '{pool.of}' {what}; those are {', '.join(learning)}")
+        slots = sum(places_of_pool(agent) for agent in self.agents.values())
+        if len(own) + slots > self.engine.max_adapters:
+            what = f"{len(own)} policies" + (f" and pools {slots} slots" if slots else "")
+            raise ValueError(f"agents have {what}, and engine.max_adapters is {self.engine.max_adapters}")
+        if len(own) + slots + (places := _arena_places(self.arena, self.agents)) > self.engine.max_adapters:
+            raise ValueError(
+                f"arena.past={self.arena and self.arena.past} plays past versions, {places} at a time, and "
+                f"engine.max_adapters={self.engine.max_adapters} has room for the {len(own) + slots} policies of agents only"
+            )
         if wide := [name for name in own if (lora := self.agents[name].lora) and self.lora and lora.rank > self.lora.rank]:
             raise ValueError(f"agents.{wide[0]}.lora.rank is above lora.rank, the largest for which the server makes room")
-        algorithms = {name: self.algorithm_of(name) for name in self.learners}
+        algorithms = {name: self.algorithm_of(name) for name in learning}
         if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
             sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
             raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
         if (meeting := self.coordinator) is not None and not (meeting.url or "://" in self.environment.name):
             raise ValueError("coordinator.url is missing: the environment server where the drivers meet")
+        if self.coordinator is not None and self.arena is not None:
+            raise ValueError("arena needs all agents in one process; with a coordinator, compare the checkpoints after the run")
         resampling = [name for name, algorithm in algorithms.items() if algorithm.max_resamples]
         if self.coordinator is not None and resampling:
             raise ValueError(
                 f"agents.{resampling[0]}: algorithm.max_resamples must be 0 with a coordinator: all drivers play the same games"
             )
         if self.start_from:
-            raise ValueError("start_from is for a job of one agent")
+            raise ValueError("start_from is for a job of one agent; agents have one each")
+        check_variables(
+            {f"agents.{name}.model": agent.model.secrets() for name, agent in self.agents.items() if agent.model}
+            | {"environment": self.environment.secrets, "sinks": secrets_of(self.sinks)}
+        )
         return self
 
     @model_validator(mode="after")
     def _an_agent_is_judged(self) -> "RLJobConfig":
         judged = self.evaluation.agent
-        played = [name for name, agent in self.agents.items() if not agent.script]
+        played = [name for name, agent in self.agents.items() if not agent.elsewhere]
         if judged and judged not in played:
             there = f"policies play {', '.join(played)}" if played else "this job has no agents"
             raise ValueError(f"evaluation.agent: '{judged}' is no agent that a policy plays; {there}")
@@ -250,13 +293,45 @@ class RLJobConfig(JobConfig):
     @property
     def policies(self) -> list[str]:
         """The agents with policies of their own. The first of those that learn has the job's own policy."""
-        own = [name for name, agent in self.agents.items() if not (agent.policy or agent.script)]
-        return sorted(own, key=lambda name: self.agents[name].frozen)
+        own = [name for name, agent in self.agents.items() if not (agent.policy or agent.elsewhere)]
+        return sorted(own, key=lambda name: not self.agents[name].learns)
+
+    @property
+    def own_policy(self) -> str | None:
+        return self.policies[0] if self.agents else None
+
+    @property
+    def starts(self) -> dict[tuple[str, ...], str]:
+        named = {
+            ("agents", name, field): address
+            for name, agent in self.agents.items()
+            for field, address in (("checkpoint", agent.checkpoint), ("start_from", agent.start_from))
+            if address
+        }
+        return super().starts | named
+
+    def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
+        return self.lora_of_policy(where[1]) if where[0] == "agents" else self.lora
+
+    def lora_of_policy(self, policy: str | None) -> LoraConfig | Literal["any"] | None:
+        if policy is None:
+            return self.lora
+        return (self.agents[policy].lora or self.lora) if policy in self.agents else "any"
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Environment variable of the driver -> name of a secret of the job's owner."""
+        models = [agent.model.secrets() for agent in self.agents.values() if agent.model]
+        return {
+            variable: name
+            for found in (secrets_of(self.sinks), *models, self.environment.secrets)
+            for variable, name in found.items()
+        }
 
     @property
     def learners(self) -> list[str]:
         """The agents whose own policies learn."""
-        return [name for name in self.policies if not self.agents[name].frozen]
+        return [name for name in self.policies if self.agents[name].learns]
 
     def algorithm_of(self, agent: str) -> AlgorithmConfig:
         """How an agent's own policy learns."""
@@ -367,6 +442,16 @@ class InteractiveJobConfig(JobConfig):
     """The adapter of a critic beside the policy, for PPO; None = no critic."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Tasks, samples and adapter initialisation derive from it."""
+    checkpoints: Annotated[tuple[Address, ...], Field(max_length=100)] = ()
+    """Further checkpoints whose weights policies of this job may take (`PolicyClient.load_weights`), by their addresses, as in
+    `start_from`; such as those that agents of a `MultiAgentTrainer` begin with."""
+
+    @property
+    def starts(self) -> dict[tuple[str, ...], str]:
+        return super().starts | {("checkpoints", str(place)): address for place, address in enumerate(self.checkpoints)}
+
+    def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
+        return "any" if where[0] == "checkpoints" else self.lora
 
     @model_validator(mode="after")
     def _critic_judges_actions(self) -> "InteractiveJobConfig":
@@ -419,6 +504,16 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
+
+
+def _arena_places(arena: Any, agents: Mapping[str, Any]) -> int:
+    """Adapters beside those of the agents that an arena needs, its config validated or not."""
+    if arena is None:
+        return 0
+    found = arena if isinstance(arena, ArenaConfig) else parse_config(ArenaConfig, arena)
+    fields = [fields_of(agent) for agent in agents.values() if not bound_elsewhere(agent)]
+    learners = [agent for agent in fields if not (agent.get("frozen") or agent.get("checkpoint"))]
+    return 0 if not found.past else 1 if found.seats == "all" else len(learners)
 
 
 def _critic(algorithm: PolicyGradient) -> LoraConfig | None:

@@ -38,10 +38,15 @@ def _rows(model: type[BaseModel], prefix: str) -> list[str]:
     for name, field in model.model_fields.items():
         children = models_of(field.annotation)
         if children and get_origin(field.annotation) is dict:
-            # Below a name of the user's choice. Its sections are those of the job, which has them above.
+            # Below a name of the user's choice. Of its sections, those that the job has, too, are above.
             rows.append(f"| `{prefix}{name}` | by name | {_default(field)} | {_text(field)} |")
+            above = _models_below(model, but=name)
             for child in children:
-                rows += [_row(f"{prefix}{name}.NAME.{part}", inner) for part, inner in child.model_fields.items()]
+                for part, inner in child.model_fields.items():
+                    rows.append(_row(f"{prefix}{name}.NAME.{part}", inner))
+                    for section in models_of(inner.annotation):
+                        if section not in above:
+                            rows += _rows(section, f"{prefix}{name}.NAME.{part}.")
         elif children:
             optional = field.default is None
             if optional:
@@ -51,6 +56,15 @@ def _rows(model: type[BaseModel], prefix: str) -> list[str]:
         else:
             rows.append(_row(f"{prefix}{name}", field))
     return rows
+
+
+def _models_below(model: type[BaseModel], but: str = "") -> set[type[BaseModel]]:
+    """Every model that a field of this one holds, at any depth, without the field `but`."""
+    found: set[type[BaseModel]] = set()
+    for name, field in model.model_fields.items():
+        for child in models_of(field.annotation) if name != but else ():
+            found |= {child, *_models_below(child)}
+    return found
 
 
 def _row(path: str, field: FieldInfo) -> str:

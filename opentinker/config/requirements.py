@@ -88,6 +88,17 @@ def check_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
     return dict(secrets)
 
 
+def check_variables(named: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises: ValueError when two parts of a config bring different secrets in one environment variable. `named` is
+    {part: {environment variable: secret's name}}."""
+    found: dict[str, tuple[str, str]] = {}
+    for part, secrets in named.items():
+        for variable, name in secrets.items():
+            other, known = found.setdefault(variable, (part, name))
+            if known != name:
+                raise ValueError(f"{other} and {part} both bring a secret as {variable}, and it is not the same one")
+
+
 def parse_requirements(text: str) -> tuple[str, ...]:
     """The requirements of a requirements.txt: comments, empty lines and continued lines are understood, pip's options are not.
 

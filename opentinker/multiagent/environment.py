@@ -1,10 +1,11 @@
 """What the author of an environment for several agents writes."""
 
-from collections.abc import Awaitable, Mapping, Sequence
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from opentinker.env.environment import Action, Observation, Reward, TaskEnvironment, Tool
+from opentinker.env.environment import Action, Message, Observation, Reward, TaskEnvironment, Tool
 from opentinker.multiagent.protocol import AgentProtocol, RoundRobin
 
 
@@ -44,6 +45,9 @@ class MultiAgentEnvironment(TaskEnvironment):
     """Who may act when."""
     version: ClassVar[str] = ""
     """Raise it when the rules change: agents that are driven by different processes must agree on it."""
+    players: ClassVar[Mapping[str, Callable[[Sequence[Message], random.Random], str]]] = {}
+    """Reference players that know the game, by name, for every seat: functions as those of a scripted agent. Policies are
+    compared with them (`arena`); the first one is best a weak one."""
     tools: Sequence[Tool] = ()
     """Given to every agent's chat template; read after `reset`."""
 

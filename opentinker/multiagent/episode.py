@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,9 @@ from opentinker.env.processes import Session
 from opentinker.env.threads import UserThreads
 from opentinker.errors import DeadlineError, EnvironmentFailedError, OpenTinkerError, UnavailableError
 from opentinker.multiagent.coordination.seat import RemotePlayer, RemoteSeat
-from opentinker.multiagent.players import Player, ScriptedPlayer
+from opentinker.multiagent.players import Player, PolicyPlayer
 from opentinker.multiagent.shared import Earned, News, acted, gone, news_of
+from opentinker.multiagent.spoken import spoken
 from opentinker.multiagent.turns import Next, TurnBarrier
 from opentinker.rollout.episode import CLOSE_TIMEOUT_S
 from opentinker.rollout.machine import (
@@ -65,7 +65,7 @@ class _Agent:
         self.sampler = sampler
         self.waiting = _Waiting()
         self.messages: list[Message] = []
-        """Of a scripted player; a policy's are its machine's."""
+        """Of a player that is no policy; a policy's are its machine's."""
         self.turns = 0
         self.entered = False
         self.left = False
@@ -138,7 +138,7 @@ class GameDriver:
     def _agent(self, name: str, player: Player | RemotePlayer) -> _Agent:
         if isinstance(player, RemotePlayer):
             return _Agent(name, player, player.machine(self._task, self._config), player.seat)
-        if isinstance(player, ScriptedPlayer):
+        if not isinstance(player, PolicyPlayer):
             return _Agent(name, player, None, None)
         machine = EpisodeMachine(
             player.renderer,
@@ -275,28 +275,26 @@ class GameDriver:
         return await agent.sampler.sample(request, agent.turns, timeout_s)
 
     async def _act(self, agent: _Agent) -> Event | Action:
-        """A scripted player's action."""
-        if agent.sampler is not None:  # its script is in another process
+        """The action of a player that is no policy.
+
+        Raises:
+            OpenTinkerError: a model elsewhere refuses to be asked, which no other episode would survive either.
+        """
+        timeout_s = min(self._left(), self._turns.turn_timeout_s)
+        if agent.sampler is not None:  # whoever speaks for it is in another process
             assert isinstance(agent.sampler, RemoteSeat)
-            timeout_s = min(self._left(), self._turns.turn_timeout_s)
             said = await agent.sampler.act(agent.messages, agent.turns, timeout_s)
-            if isinstance(said, Action):
-                agent.messages.append({"role": "assistant", "content": said.text})
-            return said
-        assert isinstance(agent.player, ScriptedPlayer)
-        player, numbers = agent.player, random.Random(self._seed_of_turn(agent.name, agent.turns))
-        seen, timeout_s = list(agent.messages), min(self._left(), self._turns.turn_timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                text = await self._threads.call(lambda: player.act(seen, numbers))
-        except TimeoutError:
-            return DeadlinePassed(f"the player did not answer within {timeout_s:.3g} s")
-        except Exception as error:  # a user's function
-            return Failed(f"the player '{player.name}' raised {type(error).__name__}: {error}")
-        if not isinstance(text, str):
-            return Failed(f"the player '{player.name}' gave {type(text).__name__}, not a text")
-        agent.messages.append({"role": "assistant", "content": text})
-        return Action(text)
+        else:
+            assert not isinstance(agent.player, PolicyPlayer | RemotePlayer)
+            seed = self._seed_of_turn(agent.name, agent.turns)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    said = await spoken(agent.player, agent.messages, seed, self._threads)
+            except TimeoutError:
+                said = DeadlinePassed(f"the player did not answer within {timeout_s:.3g} s")
+        if isinstance(said, Action):
+            agent.messages.append({"role": "assistant", "content": said.text})
+        return said
 
     async def _late(self, agent: _Agent, why: DeadlinePassed | Failed) -> Next[Action]:
         """The agent has no action for its turn."""

@@ -1,7 +1,7 @@
-"""Who plays a seat: a policy that samples tokens, or a function that knows the game."""
+"""Who plays a seat: a policy that samples tokens, a function that knows the game, or a model elsewhere."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from opentinker.client.messages import SamplingParams
@@ -34,4 +34,31 @@ class ScriptedPlayer:
     name: str = "scripted"
 
 
-Player = PolicyPlayer | ScriptedPlayer
+Ask = Callable[[Sequence[Message], int], Awaitable[str]]
+"""(what the agent was shown and said so far, the turn's seed) -> what it says."""
+
+
+@dataclass(frozen=True)
+class ModelPlayer:
+    """Acts by asking a model that is no policy of ours. What `ask` raises ends the episode if it is an UnavailableError, and
+    the run otherwise."""
+
+    ask: Ask
+    name: str = "model"
+
+
+@dataclass(frozen=True)
+class DrawnPlayers:
+    """Another policy for each task of a call to `GameRunner.run`, in the order of the tasks: all games of a group are against
+    the same one."""
+
+    players: Sequence[PolicyPlayer]
+
+    @property
+    def trains(self) -> bool:
+        return any(player.trains for player in self.players)
+
+
+Player = PolicyPlayer | ScriptedPlayer | ModelPlayer
+SeatPlayer = Player | DrawnPlayers
+"""Who plays a seat in the games of a step."""

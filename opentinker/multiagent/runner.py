@@ -13,7 +13,7 @@ from opentinker.env.processes import SessionFactory
 from opentinker.env.threads import UserThreads
 from opentinker.errors import ConfigError
 from opentinker.multiagent.episode import GameDriver, SeedOfTurn
-from opentinker.multiagent.players import Player, PolicyPlayer
+from opentinker.multiagent.players import DrawnPlayers, Player, PolicyPlayer, SeatPlayer
 from opentinker.multiagent.seats import Seats
 from opentinker.multiagent.turns import TurnBarrier
 from opentinker.rollout.seeds import derive_seed
@@ -28,7 +28,8 @@ Groups = dict[str, list[Group]]
 class _Batch:
     """What the episodes of one call to `run` share."""
 
-    players: Mapping[str, Player]
+    players: Mapping[str, SeatPlayer]
+    first_index: int
     step: int
     nonce: str
     threads: UserThreads
@@ -59,7 +60,7 @@ class GameRunner:
 
     async def run(
         self,
-        players: Mapping[str, Player],
+        players: Mapping[str, SeatPlayer],
         tasks: Sequence[Any],
         group_size: int,
         step: int,
@@ -73,16 +74,16 @@ class GameRunner:
         group of every agent that failed; with `turns.on_late: forfeit` the others' episodes of the last attempt count.
 
         Raises:
-            ConfigError: a seat has no player, or there is a player without a seat.
+            ConfigError: a seat has no player, or there is a player without a seat; a model elsewhere refuses to be asked.
             DeadlineError: an agent was too late, and `turns.on_late` is 'fail'.
             OpenTinkerError: a policy's server refuses or is lost.
         """
         check_players(players, self._seats.agents)
-        played = [name for name in self._seats.agents if isinstance(players[name], PolicyPlayer)]
+        played = [name for name in self._seats.agents if isinstance(players[name], PolicyPlayer | DrawnPlayers)]
         groups: Groups = {name: [Group(task, index) for index, task in enumerate(tasks, first_index)] for name in played}
         with UserThreads() as threads:
             slots = asyncio.Semaphore(self._config.max_concurrent_episodes)
-            batch = _Batch(players, step, uuid.uuid4().hex[:16], threads, slots, on_game)
+            batch = _Batch(players, first_index, step, uuid.uuid4().hex[:16], threads, slots, on_game)
             members = [
                 asyncio.ensure_future(self._run_member(task, index, {n: groups[n][place] for n in played}, member, batch))
                 for place, (index, task) in enumerate(enumerate(tasks, first_index))
@@ -116,7 +117,7 @@ class GameRunner:
     async def _run_game(self, task: Any, index: int, member: int, attempt: int, batch: _Batch) -> dict[str, Episode]:
         driver = GameDriver(
             task,
-            {name: batch.players[name] for name in self._seats.agents},
+            {name: player_at(batch.players[name], index - batch.first_index) for name in self._seats.agents},
             TurnBarrier(self._seats.protocol, self._seats.agents),
             self._sessions.session(batch.threads),
             batch.threads,
@@ -156,7 +157,12 @@ def file_game(groups: Mapping[str, Group], episodes: Mapping[str, Episode], *, a
     return not again
 
 
-def check_players(players: Mapping[str, Player], agents: Sequence[str]) -> None:
+def player_at(player: SeatPlayer, place: int) -> Player:
+    """Who plays the games of the task at this place."""
+    return player.players[place] if isinstance(player, DrawnPlayers) else player
+
+
+def check_players(players: Mapping[str, Any], agents: Sequence[str]) -> None:
     """Raises: ConfigError when a seat has no player, or a player no seat."""
     if missing := [name for name in agents if name not in players]:
         raise ConfigError(f"nobody plays '{missing[0]}'", hint=f"the environment's agents are {', '.join(agents)}")

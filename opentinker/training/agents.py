@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,26 +19,28 @@ from opentinker.config.job import RLJobConfig
 from opentinker.config.rollout import SamplingConfig
 from opentinker.config.server import LoraConfig
 from opentinker.env.environment import Environment
-from opentinker.env.load import load_function
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
 from opentinker.images import Image
 from opentinker.multiagent.coordination.member import Member, leaving
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
-from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
-from opentinker.multiagent.runner import Groups, check_players
+from opentinker.multiagent.players import PolicyPlayer, SeatPlayer
+from opentinker.multiagent.runner import GameRunner, Groups, check_players
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.types import Group
 from opentinker.training.agents_watch import AgentsWatch
+from opentinker.training.arena import ARENA_SEED, Arena, Entrant, reference_players
+from opentinker.training.arena_report import arena_files
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
 from opentinker.training.learner import Learned, Learner
 from opentinker.training.loop import EpisodesLoop
 from opentinker.training.meeting import join_run, runners
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
+from opentinker.training.opponents import Opponents, open_pools, take_starts
 from opentinker.training.recorder import Recorder
 from opentinker.training.rl import EVALUATION_TRANSCRIPTS, TrainablePolicy
 from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
@@ -48,7 +51,11 @@ from opentinker.training.transcripts import images_of, pick_transcripts, transcr
 class PlayedPolicy(TrainablePolicy, Protocol):
     """What a run of several agents needs of a `PolicyClient`: it can make others beside itself."""
 
+    policy: str
+
     async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0, critic: LoraConfig | None = None) -> Any: ...
+
+    async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]: ...
 
 
 class AgentsLoop(EpisodesLoop):
@@ -91,18 +98,23 @@ class AgentsLoop(EpisodesLoop):
         watched = player if player in self._learners else ""
         self._watch = AgentsWatch(config.training.stop, config.evaluation, config.learners, watched)
         self._group_size = next(iter(self._learners.values())).algorithm.group_size
-        self._scripts = {
-            name: ScriptedPlayer(load_function(agent.script, base_dir), name)
-            for name, agent in config.agents.items()
-            if agent.script
-        }
+        self._opponents = Opponents(config.agents, base_dir)
         seats = seats_of(environment, config.environment.args)
         if seats is None:
             raise _for_one(environment)
         self._member = member
         self._runner, self._evaluator = runners(config, environment, seats, member)
         if member is None:
-            check_players(self._players(), seats.agents)
+            check_players(config.agents, seats.agents)
+        self._arena: Arena | None = None
+        if config.arena is not None:
+            # It must not reuse the seeds of training, nor those of evaluation.
+            seed = config.training.seed + ARENA_SEED
+            make = partial(environment, **config.environment.args)
+            games = GameRunner(make, seats, config.rollout, config.turns, seed)
+            references = reference_players(config.arena.references, environment, config.agents, base_dir)
+            draw = partial(self._tasks.standing, seed, config.arena.tasks)
+            self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, self._opponents.fixed, draw)
 
     @classmethod
     async def connect(
@@ -151,7 +163,10 @@ class AgentsLoop(EpisodesLoop):
             lora = config.agents[name].lora or config.lora
             critic = config.critic_of(name)
             policies[name] = await policy.create_policy(lora, name=name, seed=config.training.seed + place, critic=critic)
-        return cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources, member)
+        await take_starts(config.agents, policies)
+        loop = cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources, member)
+        loop._opponents.pools = await open_pools(config, policies, loop._plays)
+        return loop
 
     async def resume(self, step: int) -> None:
         """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none.
@@ -176,8 +191,12 @@ class AgentsLoop(EpisodesLoop):
             self._task_position, self._evaluated_at = state.task_position, state.evaluated_at
             self._fruitless, self._stopping.stopped = state.fruitless, state.stopped
             self._stopping.reductions |= state.agents.get("reductions", {})
+            self._opponents.restore(state.agents.get("pools", {}))
             self._watch.restore(state.watch)
-            for row in state.later(self._recorder.rows):
+            later = state.later(self._recorder.rows)
+            if self._arena is not None:
+                self._arena.restore(state.agents.get("arena", {}), later)
+            for row in later:
                 self._watch.row(row)
                 if row["kind"] == "agents_evaluation":
                     self._evaluated_at = row["step"]
@@ -202,7 +221,8 @@ class AgentsLoop(EpisodesLoop):
         groups: Groups = {}
 
         async def play(tasks: Sequence[Any], first_index: int) -> None:
-            found = await self._runner.run(self._players(), tasks, self._group_size, number, first_index=first_index)
+            players = self._players() | await self._opponents.drawn(number, len(tasks), first_index)
+            found = await self._runner.run(players, tasks, self._group_size, number, first_index=first_index)
             for agent, of_agent in found.items():
                 groups.setdefault(agent, []).extend(of_agent)
 
@@ -215,6 +235,8 @@ class AgentsLoop(EpisodesLoop):
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
         learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
         ended = time.monotonic()
+        pools = self._opponents.record(groups, list(self._learners))
+        await self._opponents.after(number)
         await self._finish(moment.next)
         self._task_position = position
         rows = {
@@ -229,7 +251,7 @@ class AgentsLoop(EpisodesLoop):
             )
             for name, result in learned.items()
         }
-        row = agents_row("agents_step", number, rows, task_position=self._task_position, step_s=ended - started)
+        row = agents_row("agents_step", number, rows, task_position=self._task_position, step_s=ended - started, **pools)
         self._recorder.row(row)
         for name, of_agent in groups.items():
             for episode in pick_transcripts(of_agent, config.training.transcripts_per_step):
@@ -256,6 +278,7 @@ class AgentsLoop(EpisodesLoop):
             return None
         started, evaluation = time.monotonic(), self.config.evaluation
         players = self._players(evaluation.temperature)
+        players |= await self._opponents.reference(len(tasks), evaluation.temperature, self.steps_done)
         groups = await self._evaluator.run(players, tasks, evaluation.samples_per_task, self.steps_done)
         rows: dict[str, Row] = {}
         for name, of_agent in groups.items():
@@ -290,7 +313,11 @@ class AgentsLoop(EpisodesLoop):
             fruitless=self._fruitless,
             stopped=self.stopped,
             watch=self._watch.state(),
-            agents={"reductions": self._stopping.reductions},
+            agents={
+                "reductions": self._stopping.reductions,
+                "pools": self._opponents.to_json(),
+                **({} if self._arena is None else {"arena": self._arena.state()}),
+            },
             config=self.config.model_dump(mode="json"),
         ).to_json()
         keep_last = kept(self.config.training, name)
@@ -307,6 +334,9 @@ class AgentsLoop(EpisodesLoop):
             await self._member.leave()
         await self._runner.close()
         await self._evaluator.close()
+        await self._opponents.close()
+        if self._arena is not None:
+            await self._arena.close()
 
     async def _update(self, name: str, groups: Groups, optimizer: AdamParams, step: int) -> Learned:
         try:
@@ -338,19 +368,23 @@ class AgentsLoop(EpisodesLoop):
     async def _check_server(self) -> None:
         await self._policies[self.config.policies[0]].info()
 
-    def _players(self, temperature: float | None = None) -> dict[str, Player]:
-        """Who plays which seat; with the temperature of an evaluation, if it is one."""
-        return {
-            name: self._scripts[name] if agent.script else self._player(agent.policy or name, temperature)
-            for name, agent in self.config.agents.items()
-        }
+    def _players(self, temperature: float | None = None) -> dict[str, SeatPlayer]:
+        """Who plays which seat, but for those of past versions; with the temperature of an evaluation, if it is one."""
+        seats = self.config.agents.items()
+        own = {name: self._player(agent.policy or name, temperature) for name, agent in seats if not agent.elsewhere}
+        return {**own, **self._opponents.fixed}
 
     def _player(self, name: str, temperature: float | None) -> PolicyPlayer:
-        sampling = _sampling(self.config, name)
+        trains = self.config.agents[name].learns
+        return self._plays(self._policies[name], _sampling(self.config, name), temperature, trains=trains)
+
+    def _plays(
+        self, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
+    ) -> PolicyPlayer:
         if temperature is not None:
             sampling = sampling.model_copy(update={"temperature": temperature})
         params = SamplingParams(**sampling.model_dump(), stop_token_ids=self._renderer.stop_token_ids)
-        policy, deadline_s = self._policies[name], self.config.rollout.generation_timeout_s
+        deadline_s = self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
             return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
@@ -363,8 +397,31 @@ class AgentsLoop(EpisodesLoop):
                 )
             return await policy.upload([image.data for image in images])
 
-        trains = not self.config.agents[name].frozen
         return PolicyPlayer(self._renderer, generate, params, self._max_model_len, upload, trains)
+
+    async def _compare(self, *, ends: bool = False) -> None:
+        step, arena = self.steps_done, self._arena
+        if arena is not None and arena.due(step, ends=ends):
+            self._recorder.row(await arena.meet(step))
+            self._recorder.files(arena_files(self._recorder.rows))
+
+    def _entrants(self) -> list[Entrant]:
+        """The policies that others are compared with; where past versions of one play, it plays itself."""
+        pools: dict[str, list[str]] = {}
+        for seat, agent in self.config.agents.items():
+            if agent.pool is not None:
+                pools.setdefault(agent.pool.of, []).append(seat)
+        return [
+            Entrant(
+                name,
+                policy,
+                tuple(dict.fromkeys([*self._seats_of(name), *pools.get(name, ())])),
+                partial(self._plays, sampling=_sampling(self.config, name), temperature=self.config.evaluation.temperature),
+                self.config.agents[name].lora or self.config.lora,
+                past=name in self._learners,
+            )
+            for name, policy in self._policies.items()
+        ]
 
 
 def check_agents(config: RLJobConfig, environment: type[Environment]) -> None:

@@ -5,7 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from opentinker.training.arena_report import arena_section, meetings
 from opentinker.training.metrics import Row, why_stopped
+from opentinker.training.pools_report import pool_charts
 from opentinker.training.report import card_row, change, duration, page, small_charts, trained_part, transcripts
 from opentinker.training.svg import Series, line_chart, number
 
@@ -16,6 +18,7 @@ def summarize_agents(rows: Sequence[Row]) -> dict[str, Any]:
     """A run's headline numbers, by agent: rewards of the first and last evaluation, or of the first and last step."""
     steps = [row for row in rows if row["kind"] == "agents_step"]
     evaluations = [row for row in rows if row["kind"] == "agents_evaluation"]
+    met = meetings(rows)
     shown = evaluations if len(evaluations) > 1 else steps
     names = sorted({name for row in shown for name in row["agents"]})
 
@@ -26,7 +29,8 @@ def summarize_agents(rows: Sequence[Row]) -> dict[str, Any]:
         "agents": {name: {"reward_before": reward(shown[0], name), "reward_after": reward(shown[-1], name)} for name in names},
         "steps": len(steps),
         "stopped": why_stopped(rows),
-        "tokens_sampled": sum(row["tokens_sampled"] for row in [*steps, *evaluations]),
+        "tokens_sampled": sum(row["tokens_sampled"] for row in [*steps, *evaluations, *met]),
+        **({"ratings": met[-1]["ratings"], "worst": met[-1]["worst"]} if met else {}),
     }
 
 
@@ -58,6 +62,8 @@ def render_agents_report(
         body += _chart("Held-out reward", evaluations, "reward_mean")
     for metric in sorted({metric for row in steps for agent in row["agents"].values() for metric in agent["env"]}):
         body += _chart(f"{metric} in training", steps, metric, within="env")
+    body += pool_charts(steps)
+    body += arena_section(rows)
     body += small_charts(steps, (("seconds per step", "step_s"), ("failed episodes", "errors")))
     return page(name, subtitle, body + transcripts(talks, folder), config)
 

@@ -91,4 +91,5 @@ def terms_of(config: RLJobConfig, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(config: RLJobConfig, name: str) -> SeatKind:
-    return "script" if config.agents[name].script else "policy"
+    agent = config.agents[name]
+    return "script" if agent.script or agent.model is not None else "policy"

@@ -69,6 +69,15 @@ def agents_line(row: Mapping[str, Any], total: int) -> str:
     return "  ".join(parts)
 
 
+def cross_play_line(row: Mapping[str, Any]) -> str:
+    """A meeting of players in one line."""
+    rated = [f"{name} {found['mean']:+.0f}" for name, found in row["rating"].items()]
+    worst = [f"{name} {found['mean']:.2f} against {found['against']}" for name, found in row["worst"].items()]
+    parts = [f"Elo {', '.join(rated)}"] if rated else []
+    parts += [f"worst {', '.join(worst)}"] if worst else []
+    return f"{'; '.join(parts) or 'cross-play'} after {row['step']} steps ({row['games']} games)"
+
+
 def evaluation_line(row: Mapping[str, Any]) -> str:
     """An evaluation row in one line."""
     name, value, half_width = (
@@ -110,7 +119,7 @@ class Progress:
 
     def __call__(self, row: dict[str, Any]) -> None:
         line = row_line(row, self.total_steps)
-        if row["kind"].endswith("evaluation"):
+        if row["kind"].endswith("evaluation") or row["kind"] == "cross_play":
             self._evaluations.append(line)
         else:
             self._now = line
@@ -143,6 +152,8 @@ def row_line(row: Mapping[str, Any], total_steps: int) -> str:
             return evaluation_line(row)
         case "agents_step" | "agents_evaluation":
             return agents_line(row, total_steps)
+        case "cross_play":
+            return cross_play_line(row)
         case "sft_step":
             return sft_line(row, total_steps)
         case "sft_evaluation":

@@ -83,6 +83,11 @@ class Recorder:
         self._transcripts.append(row)
         self._append("transcripts.jsonl", row)
 
+    def files(self, texts: Mapping[str, str]) -> None:
+        """Write files of the run, by name, in place of what they held."""
+        for name, text in texts.items():
+            (self.folder / name).write_text(text, encoding="utf-8")
+
     def finish(self, *, wall_s: float, checkpoint: str | None) -> dict[str, Any]:
         """Write the summary and the report; the summary. May be called again after more rows."""
         report = self.folder / "report.html"

@@ -48,11 +48,14 @@ img { display: block; max-width: 100%; max-height: 320px; border-radius: 6px }
 .grid { stroke: var(--edge) }
 .tick { fill: var(--dim); font-size: 12px }
 polyline { fill: none; stroke-width: 2; stroke-linejoin: round }
-.a { stroke: var(--a) } .b { stroke: var(--b) } .c { stroke: var(--c); stroke-width: 2 }
+.a { stroke: var(--a) } .b { stroke: var(--b) } .c { stroke: var(--c); stroke-width: 2 } .d { stroke: var(--dim) }
+.heat { stroke: none } .heat.a { fill: var(--a) } .heat.b { fill: var(--b) } .cell { fill: var(--ink); font-size: 13px }
+.tick.small { font-size: 10px }
 .dot { stroke: var(--card) }
 .a.dot, .a .dot { fill: var(--a) } .b.dot, .b .dot { fill: var(--b) } .c.dot, .c .dot { fill: var(--c) }
 .key { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin: 0 5px 0 14px }
 .key.a { background: var(--a) } .key.b { background: var(--b) } .key.c { background: var(--c); border-radius: 50% }
+.key.d { background: var(--dim) } .d.dot { fill: var(--dim) }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 12px; margin-bottom: 12px }
 @media (max-width: 720px) { .pair { grid-template-columns: 1fr } }
 .msg { border-radius: 8px; padding: 6px 10px; margin: 6px 0; background: var(--other); white-space: pre-wrap;

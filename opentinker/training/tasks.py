@@ -46,6 +46,10 @@ class JobTasks:
         """The first `limit` held-out tasks."""
         return await self._call("held_out", lambda source: source.first(limit))
 
+    async def standing(self, seed: int, count: int) -> list[Any]:
+        """`count` tasks that stay the same: held-out ones, or where there are none, the first training tasks of `seed`."""
+        return await self.held_out(count) or await self.draw(seed, 0, count)
+
     async def _call(self, split: Split, ask: Callable[[TaskSource], list[Any]]) -> list[Any]:
         """In a thread, because it is user code: one that never returns is left behind."""
         method = "task_source"

@@ -2,8 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from opentinker.client.messages import AdamParams
 from opentinker.client.policy import PolicyClient
 from opentinker.config.agents import AgentConfig, TurnsConfig
 from opentinker.config.algorithms import GRPOConfig, PolicyGradient, PPOConfig
+from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import parse_config
 from opentinker.config.coordination import CoordinatorConfig
 from opentinker.config.job import InteractiveJobConfig, PreferenceJobConfig, RLJobConfig, SFTJobConfig
@@ -48,6 +49,7 @@ from opentinker.training.rl import RLLoop
 from opentinker.training.run import Loop, check_arguments
 from opentinker.training.sft import SFTLoop
 from opentinker.training.sft_report import render_sft_report, summarize_sft
+from opentinker.training.sinks.own import AskedSinks, OwnSinks, parse_sinks
 
 L = TypeVar("L", bound=Loop)
 Examples = Sequence[Mapping[str, Any]] | str | TasksConfig
@@ -73,7 +75,9 @@ class _Trainer(ABC, Generic[L]):
         self._listener: Progress | None = None
         folder = Path(run_dir) if run_dir else Path("runs") / job.id
         fields = config.model_dump(mode="json")
-        self._recorder = Recorder(folder, fields, listeners=(self._heard,), summarize=summarize, render=render)
+        self._sinks = OwnSinks(config.sinks, folder, fields)
+        listeners = (self._heard, self._sinks)
+        self._recorder = Recorder(folder, fields, listeners=listeners, summarize=summarize, render=render)
         self._loop: L | None = None
         self._wall_s = 0.0
 
@@ -120,11 +124,15 @@ class _Trainer(ABC, Generic[L]):
             self._loop = await self._connect(policy)
         return self._loop
 
-    def _shown(self, total_steps: int) -> AbstractContextManager[Any]:
-        if not self._progress:
-            return nullcontext()
-        self._listener = Progress(self.config.default_name(), total_steps)
-        return self._listener
+    @contextmanager
+    def _shown(self, total_steps: int) -> Iterator[None]:
+        with self._sinks.open(self._loop.steps_done if self._loop else 0):
+            if not self._progress:
+                yield
+                return
+            self._listener = Progress(self.config.default_name(), total_steps)
+            with self._listener:
+                yield
 
     def _heard(self, row: Row) -> None:
         if self._listener:
@@ -139,7 +147,7 @@ def _hosted(job: Job) -> dict[str, Any]:
     """
     if not isinstance(job.config, InteractiveJobConfig):
         raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
-    return job.config.model_dump(exclude={"kind", "seed", "head", "critic"})
+    return job.config.model_dump(exclude={"kind", "seed", "head", "critic", "checkpoints"})
 
 
 def _check_critic(job: Job, algorithm: PolicyGradient | None) -> None:
@@ -175,6 +183,7 @@ class RLTrainer(_Trainer[RLLoop]):
         rollout: RolloutConfig | None = None,
         evaluation: EvaluationConfig | None = None,
         seed: int = 0,
+        sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
         progress: bool = True,
     ) -> None:
@@ -197,6 +206,7 @@ class RLTrainer(_Trainer[RLLoop]):
             rollout=rollout or RolloutConfig(),
             evaluation=evaluation or EvaluationConfig(),
             training=RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
+            sinks=parse_sinks(sinks),
         )
         self._sources = _sources(train_tasks, held_out_tasks)
         self._given_advantages = None if advantages is None else user_advantages(advantages, "advantages")
@@ -242,15 +252,17 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         sampling: SamplingConfig | None = None,
         rollout: RolloutConfig | None = None,
         turns: TurnsConfig | None = None,
+        arena: ArenaConfig | None = None,
         evaluation: EvaluationConfig | None = None,
         coordinator: CoordinatorConfig | None = None,
         seed: int = 0,
+        sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
         progress: bool = True,
     ) -> None:
         """Tasks given here replace the environment's own. `algorithm`, `optimizer` and `sampling` are those of agents that have
-        none of their own. With a `coordinator`, agents that are not named here are driven by other processes, which join the
-        same run.
+        none of their own. With `arena` they meet past versions and reference players, for which the job needs room. With a
+        `coordinator`, agents that are not named here are driven by other processes, which join the same run.
 
         Raises: EnvironmentLoadError, ConfigError.
         """
@@ -268,8 +280,10 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
                 "rollout": rollout or RolloutConfig(),
                 "turns": turns or TurnsConfig(),
                 "coordinator": coordinator,
+                "arena": arena,
                 "evaluation": evaluation or EvaluationConfig(),
                 "training": RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
+                "sinks": parse_sinks(sinks),
             },
         )
         check_agents(config, self._environment)
@@ -302,6 +316,7 @@ class SFTTrainer(_Trainer[SFTLoop]):
         optimizer: AdamParams | None = None,
         evaluation: SFTEvaluationConfig | None = None,
         seed: int = 0,
+        sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
         progress: bool = True,
     ) -> None:
@@ -312,6 +327,7 @@ class SFTTrainer(_Trainer[SFTLoop]):
             data=ChatDataConfig(**named, loss_on=loss_on),
             evaluation=evaluation or SFTEvaluationConfig(),
             training=SFTTrainingConfig(seed=seed, batch_size=batch_size, optimizer=optimizer or AdamParams(), decay="none"),
+            sinks=parse_sinks(sinks),
         )
         super().__init__(
             job, self._sft_config, run_dir=run_dir, progress=progress, summarize=summarize_sft, render=render_sft_report
@@ -340,6 +356,7 @@ class PreferenceTrainer(_Trainer[PreferenceLoop]):
         optimizer: AdamParams | None = None,
         evaluation: PreferenceEvaluationConfig | None = None,
         seed: int = 0,
+        sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
         progress: bool = True,
     ) -> None:
@@ -362,6 +379,7 @@ class PreferenceTrainer(_Trainer[PreferenceLoop]):
             loss=loss,
             evaluation=evaluation or PreferenceEvaluationConfig(),
             training=training,
+            sinks=parse_sinks(sinks),
         )
         super().__init__(
             job,

@@ -107,6 +107,8 @@ class VllmEngine:
                 if config.enforce_eager:
                     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in the ranks' processes, as `_compilation` is in this one
         if sleeps:
+            if not current_platform.is_sleep_mode_available():
+                raise EngineError(f"vLLM has no sleep mode on {current_platform.device_type}", hint="set engine.sleep=off")
             arguments["enable_sleep_mode"] = True
         if images is not None:
             arguments["mm_processor_cache_gb"] = 0  # what it would hold, the store holds

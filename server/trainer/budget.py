@@ -92,16 +92,21 @@ class MemoryBudget:
         self._costs: dict[Hashable, PassCost] = {}
         self._used = config.pack_tokens
 
-    def check_state(self, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
-        """Is there room for the optimizer state and the gradients of these parameters?
+    def free(self, device: torch.device, sharing: int = 1) -> float | None:
+        """Bytes that are free, of which so many processes have a share; None where nothing says so."""
+        free = self._free(device)
+        return None if free is None else free / sharing
+
+    def check_state(self, parameters: Iterable[torch.nn.Parameter], free: float | None, ranks: int = 1) -> None:
+        """Is there room, in so many bytes, for the optimizer state and the gradients of these parameters, or for what each of
+        several ranks has of them?
 
         Raises:
             TooLargeError: there is not; nothing was made.
         """
-        free = self._free(device)
         moments = 2 if self._config.optimizer == "adamw_8bit" else 8
         # A gradient and the moments; and a master, where the parameter is none itself.
-        needed = sum(p.numel() * (4 + moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters)
+        needed = sum(p.numel() * (4 + moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters) / ranks
         if free is not None and needed > free:
             raise TooLargeError(
                 f"to train all parameters takes {gib(needed)} beside the model, and {gib(max(free, 0))} are free",

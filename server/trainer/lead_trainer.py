@@ -99,6 +99,11 @@ class LeadTrainer(RankTrainer):
         self._tell("create_policy", policy, spec)
         self._known.add(policy)
 
+    def _check_state(self) -> None:
+        """For the rank that has least. What each holds whole, the gradients of what is no layer, is not counted."""
+        known = [free for free in self._all("free_share", [()] * self._ranks.count) if free is not None]
+        self._budget.check_state(self._model.trainable().values(), min(known, default=None), self._ranks.count)
+
     def delete_policy(self, policy: str) -> None:
         self._others.check()
         super().delete_policy(policy)

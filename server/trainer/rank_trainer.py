@@ -64,14 +64,24 @@ class RankTrainer(TorchTrainer):
         if not _is_sharded(model):
             self._ranks.shard(model)
 
+    def _check_state(self) -> None:
+        """The lead rank asks for all."""
+
+    def free_share(self) -> float | None:
+        """Bytes that are free to this rank."""
+        return self._budget.free(self._device, self._sharing)
+
+    @property
+    def _sharing(self) -> int:
+        """How many ranks have to do with the memory that is free here."""
+        return self._ranks.count if self._device.type == "cpu" else 1
+
     def room_share(self, policy: str, scalar: bool, trains: bool, measured: bool) -> Room:
         """What there is for a pass on this rank. To measure one, all ranks make it."""
         kind, reserve = self._pass_kind(policy, scalar=scalar, trains=trains)
-        on_cpu = self._device.type == "cpu"
-        if on_cpu and self._exchanges(policy):
+        if self._device.type == "cpu" and self._exchanges(policy):
             reserve += _GATHERED * self._ranks.layer_bytes(self._model)
-        sharing = self._ranks.count if on_cpu else 1
-        return self._budget.room(kind, self._size, reserve=reserve, measured=measured, sharing=sharing)
+        return self._budget.room(kind, self._size, reserve=reserve, measured=measured, sharing=self._sharing)
 
     def _exchanges(self, policy: str) -> bool:
         """Whether the passes of the policy and its critic need all ranks."""

@@ -120,8 +120,7 @@ class TorchTrainer:
         critic_config = None if spec.critic is None else parse_config(LoraConfig, spec.critic)
         head = ScalarHead(self._model.hidden_size, self._device, bias=False) if spec.head == "scalar" else None
         if spec.lora is None:
-            if self._config.ranks == 1:  # of several, each keeps a part
-                self._budget.check_state(self._model.trainable().values(), self._device)
+            self._check_state()
             self._before_full(self._model)
             parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
             self._policies[policy] = _Policy(self._optimizer(policy, parameters), None, (), head)
@@ -140,6 +139,10 @@ class TorchTrainer:
             self.delete_policy(policy)
             raise
         self._policies[policy] = replace(self._policies[policy], critic=critic)
+
+    def _check_state(self) -> None:
+        """Raises: TooLargeError when there is no room for the optimizer state of all parameters."""
+        self._budget.check_state(self._model.trainable().values(), self._budget.free(self._device))
 
     def _before_full(self, model: PackedModel) -> None:
         """A model is about to be trained in all its parameters, or was loaded beside one that is."""

@@ -2,7 +2,6 @@
 game were played beside it."""
 
 import asyncio
-import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,8 +16,9 @@ from opentinker.multiagent.coordination.member import Member
 from opentinker.multiagent.coordination.run import Round
 from opentinker.multiagent.coordination.words import Answer, Taken, event_from_wire
 from opentinker.multiagent.episode import SeedOfTurn, episode_of
-from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
-from opentinker.multiagent.runner import Groups, OnGame, file_game, seeds_of_game
+from opentinker.multiagent.players import DrawnPlayers, ModelPlayer, PolicyPlayer, ScriptedPlayer, SeatPlayer
+from opentinker.multiagent.runner import Groups, OnGame, file_game, player_at, seeds_of_game
+from opentinker.multiagent.spoken import spoken
 from opentinker.rollout.machine import (
     ActionSampled,
     Cancelled,
@@ -196,7 +196,7 @@ class SeatRunner:
 
     async def run(
         self,
-        players: Mapping[str, Player],
+        players: Mapping[str, SeatPlayer],
         tasks: Sequence[Any],
         group_size: int,
         step: int,
@@ -230,7 +230,7 @@ class _Played:
     def __init__(
         self,
         runner: SeatRunner,
-        players: Mapping[str, Player],
+        players: Mapping[str, SeatPlayer],
         tasks: Sequence[Any],
         asked: Round,
         threads: UserThreads,
@@ -243,7 +243,7 @@ class _Played:
         self._threads = threads
         self._on_game = on_game
         self._nonce = uuid.uuid4().hex[:16]
-        played = [name for name, player in players.items() if isinstance(player, PolicyPlayer)]
+        played = [name for name, player in players.items() if isinstance(player, PolicyPlayer | DrawnPlayers)]
         self.groups: Groups = {name: [Group(task, i) for i, task in enumerate(tasks, asked.first_index)] for name in played}
         self._games: dict[str, tuple[dict[str, SeatPlay], SeedOfTurn, asyncio.Future[bool]]] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -294,8 +294,8 @@ class _Played:
             name: SeatPlay(
                 name, player, self._tasks[place], runner._config, runner._turns, f"{request_id}-{name}", seeds, answers(name)
             )
-            for name, player in self._players.items()
-            if isinstance(player, PolicyPlayer)
+            for name in self._players
+            if isinstance(player := player_at(self._players[name], place), PolicyPlayer)
         }
         again: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._games[game] = (plays, seeds, again)
@@ -312,9 +312,10 @@ class _Played:
 
     async def _act(self, game: str, agent: str, turn: int, messages: Sequence[Message], seeds: SeedOfTurn) -> None:
         player = self._players[agent]
-        assert isinstance(player, ScriptedPlayer)
-        said = await scripted_answer(player, messages, random.Random(seeds(agent, turn)), self._threads)
-        self._runner._member.answer(game, agent, turn, said)
+        assert isinstance(player, ScriptedPlayer | ModelPlayer)
+        said = await spoken(player, messages, seeds(agent, turn), self._threads)
+        answer = Answer("act", said) if isinstance(said, Action) else Answer("failed", error=said.error)
+        self._runner._member.answer(game, agent, turn, answer)
 
     def _task(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -331,19 +332,6 @@ class _Played:
             await asyncio.wait(self._running)
         if not self._words.empty() and isinstance(error := self._words.get_nowait(), BaseException):
             raise error
-
-
-async def scripted_answer(
-    player: ScriptedPlayer, messages: Sequence[Message], numbers: random.Random, threads: UserThreads
-) -> Answer:
-    """What a script says to its turn. How long it may take is the coordinator's to see."""
-    try:
-        text = await threads.call(lambda: player.act(list(messages), numbers))
-    except Exception as error:  # a user's function
-        return Answer("failed", error=f"the player '{player.name}' raised {type(error).__name__}: {error}")
-    if not isinstance(text, str):
-        return Answer("failed", error=f"the player '{player.name}' gave {type(text).__name__}, not a text")
-    return Answer("act", Action(text))
 
 
 def _why(aborted: Any) -> DeadlinePassed | Failed | None:

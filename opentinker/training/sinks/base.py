@@ -21,6 +21,7 @@ _PREFIX = {
     "evaluation": "evaluation",
     "agents_step": "train",
     "agents_evaluation": "evaluation",
+    "cross_play": "cross_play",
     "sft_step": "train",
     "sft_evaluation": "evaluation",
     "preference_step": "train",
@@ -51,8 +52,8 @@ class Sink(Protocol):
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """The numbers of a row, with the names of what they are nested in, below `train/` or `evaluation/`; empty for rows that no
-    sink shows."""
+    """The numbers of a row, with the names of what they are nested in, below `train/`, `evaluation/` or `cross_play/`; empty
+    for rows that no sink shows."""
     prefix = _PREFIX.get(str(row["kind"]))
     found: dict[str, float] = {}
 
@@ -65,6 +66,8 @@ def scalars(row: Row) -> dict[str, float]:
             for key, item in value.items():
                 visit(f"{name}/{key}", item)
 
+    if row["kind"] == "cross_play":  # those of pairs and of past versions would be other names each time
+        row = {name: value for name, value in row.items() if name not in ("matrix", "ratings", "results")}
     if prefix is not None:
         visit(prefix, row)
     return found

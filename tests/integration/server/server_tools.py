@@ -80,6 +80,7 @@ async def serving(
     checkpoint: str | None = None,
     policy: Mapping[str, Any] | None = None,
     change: Callable[[Parts], Parts] = lambda parts: parts,
+    starts: Mapping[str, str] | None = None,
     layout: str = "colocated",
 ) -> AsyncIterator[Server]:
     config = ServerConfig(
@@ -106,7 +107,7 @@ async def serving(
 
     worker = Worker(lambda: change(load_parts(model_dir, config, lora, root, None if host is None else connect)))
     parts = await asyncio.to_thread(worker.start, START_S)
-    app = create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts))
+    app = create_app(InProcessWorker(worker), {"p": "secret"}, server_info(model_dir, config, parts), starts=starts)
     listener = Listener(app, "127.0.0.1")
     endpoint = await listener.start()
     client = PolicyClient(endpoint, "secret", "p")

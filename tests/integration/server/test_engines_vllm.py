@@ -255,3 +255,15 @@ def test_a_group_between_gpus_is_refused_here_by_the_vllm_that_would_make_it(eng
         engine.join_group(Invitation(bytes(128), 1))
     probe = Probe()
     assert probe.is_answer(*engine.read_probes(probe.payload))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a sleep mode")
+def test_an_engine_that_cannot_sleep_says_so_before_it_loads_and_vllm_would_refuse_too(tiny_model_dir: Path) -> None:
+    config = EngineConfig(kind="vllm", max_model_len=128, cache_gib=0.02)
+    with pytest.raises(EngineError, match="vLLM has no sleep mode on cpu") as refused:
+        create_engine(tiny_model_dir, config, "float32", lora=None, stop_token_ids=(2,), sleeps=True)
+    assert refused.value.hint == "set engine.sleep=off"
+    from vllm import EngineArgs
+
+    with pytest.raises(ValueError, match="Sleep mode is not supported"):
+        EngineArgs(model=str(tiny_model_dir), enable_sleep_mode=True).create_engine_config()

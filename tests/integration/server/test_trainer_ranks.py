@@ -413,6 +413,19 @@ def test_float16_has_one_loss_scale_on_all_ranks_and_a_step_that_one_cannot_take
         two.close()
 
 
+def test_full_parameters_without_room_for_each_ranks_part_of_their_state_are_refused(
+    two: LeadTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = sum(p.numel() for p in two._model.trainable().values())
+    with monkeypatch.context() as patched:
+        patched.setattr(two._budget, "_free", lambda device: 11 * parameters)  # a gradient and two moments take 12 bytes each
+        with pytest.raises(TooLargeError, match="to train all parameters takes"):
+            two.create_policy("p", PolicySpec())
+        patched.setattr(two._budget, "_free", lambda device: 13 * parameters)
+        create((two,), None)
+    train(two, BATCHES[0])
+
+
 @pytest.mark.parametrize("lora", KINDS, ids=["full", "lora"])
 def test_packs_fit_into_the_memory_of_the_rank_that_has_least(
     one: TorchTrainer, two: LeadTrainer, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None

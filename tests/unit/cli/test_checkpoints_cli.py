@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from opentinker.checkpoints import policy_root
+from opentinker.checkpoint_files import digest, manifest_text
+from opentinker.checkpoints import MANIFEST, policy_root
 from opentinker.cli.checkpoints import size
 from opentinker.cli.main import app
+from opentinker.client.scheduler import SchedulerClient
+from opentinker.storage import Storage
 
 
 def run(live: Any, *arguments: str, width: int = 80) -> Any:
@@ -102,3 +105,37 @@ def test_an_export_says_what_it_cannot_reach(live: Any, tmp_path: Path) -> None:
         refused = run(live, "checkpoint", "export", *words, "-o", out)
         assert (refused.exit_code, message in refused.stderr) == (1, True), refused.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_brings_from_the_storage_what_is_not_on_this_machine(live: Any, tmp_path: Path) -> None:
+    job = live.submit()
+    save(job, "final", 7, at=1000.0, policy="critic")
+    here = policy_root(Path(job["run_dir"]) / "checkpoints", "critic") / "final@7"
+    (here / "model.safetensors").write_bytes(b"weights")
+    (here / "config.json").write_text("{}")
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in here.iterdir() if path.name != MANIFEST
+    }
+    (here / MANIFEST).write_text(manifest_text(files))
+    url = f"file://{tmp_path / 'bucket'}"
+    storage = Storage(url, Path(job["run_dir"]).parent.parent)
+    storage.put_folder(here, last=MANIFEST)
+    # The cluster goes on to list it from where it is; this machine has lost the files.
+    (here / "model.safetensors").unlink()
+    moved = here.with_name(".final@7.elsewhere")
+    arguments = ("checkpoint", "export", job["id"], "critic/final", "-o", str(tmp_path / "out"))
+    damaged = run(live, *arguments)
+    assert (damaged.exit_code, "model.safetensors" in damaged.stderr) == (1, True)
+    listed = [json.loads(line) for line in run(live, "checkpoints", job["id"], "--json").stdout.splitlines()]
+    here.rename(moved)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SchedulerClient, "checkpoints", lambda client, job_id: listed)
+        away = run(live, *arguments)
+        assert (away.exit_code, "--storage URL" in away.stderr) == (1, True)
+        absent = run(live, *arguments, "--storage", f"file://{tmp_path / 'other'}")
+        assert (absent.exit_code, "is not in the storage" in absent.stderr) == (1, True)
+        written = run(live, *arguments, "--storage", url, "--json")
+        assert written.exit_code == 0, written.stderr
+    assert json.loads(written.stdout)["files"] == ["config.json", "model.safetensors"]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"weights"
+    assert not list(tmp_path.glob(".out*")), "what was brought is gone"

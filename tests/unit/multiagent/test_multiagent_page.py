@@ -66,11 +66,13 @@ def test_the_configs_parse() -> None:
             "lora": {"rank": 16},
             "environment": {"name": "gomoku_duel"},
             "algorithm": {"group_size": 8},
+            "agents": {"black": {}, "white": {}},
         }
         job = parse_config(RLJobConfig, fields | yaml.safe_load(text))
-        assert job.policies == (["white"] if job.coordinator else ["black", "white"])
-    sent = prepare(ROOT / "configs" / "gomoku_duel.yaml")
-    assert sent.config.engine.max_adapters == 2
+        black_only = job.agents["white"].elsewhere
+        assert job.policies == (["white"] if job.coordinator else ["black"] if black_only else ["black", "white"])
+    for file, adapters in (("gomoku_duel.yaml", 2), ("gomoku_league.yaml", 3)):
+        assert prepare(ROOT / "configs" / file).config.engine.max_adapters == adapters
 
 
 def test_what_the_page_names_is_there() -> None:

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from opentinker.errors import ConfigError, ConflictError, NotFoundError
-from opentinker.scheduler.users import EVERYONE
+from opentinker.scheduler.records import Scope
+from opentinker.scheduler.users import EVERYONE, Caller
 
+ANN = Caller("ann", frozenset({Scope.SUBMIT}))
 LORA = {"rank": 4}
 
 
-def save(job: dict[str, Any], name: str, version: int, *, at: float = 100.0, kind: str = "full") -> Path:
+def save(job: dict[str, Any], name: str, version: int, *, at: float = 100.0, kind: str = "full", policy: str = "") -> Path:
     """What the job's server would have written."""
-    folder = Path(job["run_dir"]) / "checkpoints" / f"{name}@{version}"
+    below = f"policies/{policy}" if policy else ""
+    folder = Path(job["run_dir"]) / "checkpoints" / below / f"{name}@{version}"
     folder.mkdir(parents=True)
     state = {"kind": kind, "model_type": "llama", "step": 10 * version, "created_at": at, "version": version}
     (folder / "trainer_state.json").write_text(json.dumps(state))
@@ -122,6 +125,7 @@ async def test_the_list_names_what_can_be_started_from_newest_first(world: Any) 
     assert listed[0] == {
         "name": "best",
         "version": 4,
+        "policy": None,
         "ref": f"ann/{job['id']}/best@4",
         "kind": "full",
         "base_model": "some-model",
@@ -141,3 +145,92 @@ async def test_an_inference_job_samples_from_whatever_a_checkpoint_holds(world: 
     config = {"kind": "inference", "base_model": "some-model", "start_from": f"{source['id']}/final"}
     await world.reach(await world.service.submit("ann", config), "RUNNING", owner="ann")
     assert [spec.start_from for spec in world.launcher.servers.values()] == [str(folder)]
+
+
+def playing(agents: dict[str, Any], **config: Any) -> dict[str, Any]:
+    return {
+        "kind": "rl",
+        "base_model": "some-model",
+        "lora": LORA,
+        "environment": {"name": "gomoku_duel"},
+        "agents": agents,
+        **config,
+    }
+
+
+async def test_what_agents_begin_with_is_pinned_held_and_told_to_the_server(world: Any) -> None:
+    duel = await ended(world, lora=LORA)
+    black, white = (save(duel, "final", 1, kind="lora", policy=policy) for policy in ("", "white"))
+    agents = {"black": {"start_from": f"{duel['id']}/final"}, "white": {"checkpoint": f"{duel['id']}/white/final"}}
+    job = await world.service.submit("ann", playing(agents), "key")
+    own, further = f"ann/{duel['id']}/final@1", f"ann/{duel['id']}/white/final@1"
+    assert job["config"]["agents"]["black"]["start_from"] == own
+    assert job["config"]["agents"]["white"]["checkpoint"] == further
+    save(duel, "final", 2, at=200.0, kind="lora", policy="white")
+    assert (await world.service.submit("ann", playing(agents), "key"))["id"] == job["id"]
+    assert [path.name for path in (black.parent / ".holds").iterdir()] == [job["id"]]
+    assert [path.name for path in (white.parent / ".holds").iterdir()] == [f"{job['id']}~1"]
+    with pytest.raises(ConflictError, match="is what job"):
+        await world.service.delete_checkpoint("ann", duel["id"], "final@1", ANN)
+    await world.reach(job, "RUNNING", owner="ann")
+    (spec,) = world.launcher.servers.values()
+    assert spec.start_from == ""
+    assert spec.starts == {own: str(black), further: str(white)}
+
+
+async def test_several_of_one_policy_are_all_held(world: Any) -> None:
+    source = await ended(world, lora=LORA)
+    folders = [save(source, "step", version, kind="lora") for version in (1, 2)]
+    named = [f"{source['id']}/step@{version}" for version in (1, 2)]
+    job = await world.service.submit(
+        "ann", {"kind": "interactive", "base_model": "some-model", "lora": LORA, "checkpoints": named}
+    )
+    assert job["config"]["checkpoints"] == [f"ann/{ref}" for ref in named]
+    holds = folders[0].parent / ".holds"
+    assert {json.loads(path.read_text())["checkpoint"] for path in holds.iterdir()} == {"step@1", "step@2"}
+    await world.service.cancel("ann", job["id"])
+
+
+@pytest.mark.parametrize(
+    ("agents", "change", "message"),
+    [
+        ({"white": {"checkpoint": "{job}/best"}}, {}, r"agents.white.checkpoint: job \S+ has no checkpoint 'best'"),
+        ({"white": {"checkpoint": "{job}/red/final"}}, {}, r"agents.white.checkpoint: 'red' of job \S+ has no checkpoint"),
+        ({"white": {"checkpoint": "{job}/final"}}, {"base_model": "other"}, "agents.white.checkpoint: .* on the base model"),
+        (
+            {"white": {"checkpoint": "{job}/final", "lora": {"rank": 2}}},
+            {},
+            "agents.white.checkpoint: .* holds an adapter of rank 4 .*, agents.white has an adapter of rank 2",
+        ),
+        ({"white": {"checkpoint": "{full}/final"}}, {}, "agents.white.checkpoint: .* holds full parameters, agents.white has"),
+        ({"white": {"start_from": "{full}/final"}}, {}, "agents.white.start_from: .* holds full parameters"),
+    ],
+)
+async def test_an_agents_checkpoint_that_does_not_fit_is_refused_with_its_name(
+    world: Any, agents: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    source, full = await ended(world, lora=LORA), await ended(world)
+    root = save(source, "final", 1, kind="lora").parent
+    save(full, "final", 1)
+    named = json.loads(json.dumps(agents).replace("{job}", source["id"]).replace("{full}", full["id"]))
+    with pytest.raises(ConfigError, match="(?s)" + message) as error:
+        await world.service.submit("ann", playing({"black": {}, **named}, **change))
+    assert error.value.hint
+    assert not [path for path in root.rglob("*") if path.parent.name == ".holds"], "nothing is left of it"
+
+
+async def test_the_agent_with_a_jobs_own_policy_is_said_to_be_that(world: Any) -> None:
+    duel = await world.service.submit("ann", playing({"black": {}, "white": {}}))
+    await world.service.cancel("ann", duel["id"])
+    save(duel, "final", 1, kind="lora")
+    agents = {"black": {}, "white": {"checkpoint": f"{duel['id']}/black/final"}}
+    with pytest.raises(ConfigError, match="'black' of job") as error:
+        await world.service.submit("ann", playing(agents))
+    assert error.value.hint == f"'black' has that job's own policy, whose checkpoints are {duel['id']}/final"
+
+
+async def test_another_users_checkpoint_does_not_exist_for_an_agent_either(world: Any) -> None:
+    source = await ended(world, lora=LORA)
+    save(source, "final", 1, kind="lora")
+    with pytest.raises(NotFoundError, match="no job"):
+        await world.service.submit("bob", playing({"black": {}, "white": {"checkpoint": f"{source['id']}/final"}}))

@@ -1,6 +1,7 @@
 """How weights reach an engine in another process: the best way that is proved to reach every rank, acknowledged as any other.
 The GPU is faked where torch and NCCL would be called; all of ours is real."""
 
+import inspect
 import logging
 import queue
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from split_tools import START_S, PickledLink
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from opentinker.config.base import parse_config
 from opentinker.config.server import EngineConfig
@@ -262,6 +264,11 @@ def test_memory_that_cannot_be_opened_any_more_is_an_error_of_the_publish(gpu: G
         with pytest.raises(WeightSyncError, match="GPU memory cannot be opened here: peer access is not supported"):
             remote.update_weights(WEIGHTS.items(), 2)
         assert remote.version == 1
+
+
+def test_the_device_is_where_torch_takes_it_from() -> None:
+    """Of what an export holds, which is torch's own business, one number is replaced."""
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[device_carriers._DEVICE] == "storage_device"
 
 
 def test_a_peer_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None:

@@ -50,6 +50,8 @@ def tokenizer_files() -> dict[str, bytes]:
 class BanditPolicy:
     """Says one digit. `calls` records what the loop asked for."""
 
+    policy = "own"
+
     def __init__(self) -> None:
         self.files = tokenizer_files()
         tokenizer = Tokenizer.from_str(self.files["tokenizer.json"].decode())
@@ -158,7 +160,7 @@ class BanditPolicy:
         self.saved[name] = self.logits.copy()
         self.drivers[name] = driver
         self.kept[name] = keep_last
-        return {"path": f"/checkpoints/{name}", "manifest": {}}
+        return {"path": f"/checkpoints/{name}", "name": name, "version": self.version, "manifest": {}}
 
     async def load(self, name: str) -> dict[str, Any]:
         self.calls.append(f"load {name}")

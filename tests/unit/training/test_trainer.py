@@ -11,6 +11,7 @@ import opentinker as ot
 from opentinker.client.sync import SyncRunner
 from opentinker.config.job import InteractiveJobConfig
 from opentinker.errors import ConfigError, EnvironmentLoadError
+from opentinker.training.sinks import select
 
 
 class MemoryJob:
@@ -122,3 +123,43 @@ def test_ppo_needs_the_critic_that_it_was_configured_for(make_trainer, job) -> N
     assert "create_job(..., critic=LoraConfig(rank=4, alpha=8))" in caught.value.hint
     job.config = job.config.model_copy(update={"critic": ot.LoraConfig(rank=4, alpha=8.0)})
     assert make_trainer(algorithm=ppo).fit(steps=2)["steps"] == 2
+
+
+def test_a_run_in_a_users_process_tells_its_sinks_piece_by_piece_as_one_run(make_trainer, tmp_path, monkeypatch) -> None:
+    opened: list[tuple[str, bool]] = []
+    told: list[tuple[int, set[str]]] = []
+
+    class Told:
+        def __init__(self, config: Any, run: Any) -> None:
+            opened.append((run.id, run.resumed))
+            assert config.project == "p"
+
+        def log(self, step: int, values: Any) -> None:
+            told.append((step, {name.partition("/")[0] for name in values}))
+
+        def close(self) -> None:
+            opened.append(("closed", True))
+
+    monkeypatch.setitem(select._OPEN, "wandb", Told)
+    monkeypatch.setattr(select, "find_spec", lambda package: package)
+    trainer = make_trainer(progress=False, sinks=[{"kind": "wandb", "project": "p"}])
+    trainer.fit(2)
+    seen = len(told)
+    assert opened[1:] == [("closed", True)], "what a sink holds does not outlive the call"
+    trainer.evaluate()
+    trainer.fit(1)
+    assert [each[0] for each in opened].count(opened[0][0]) == len(opened) // 2, "it is one run there"
+    assert not opened[0][1]
+    assert seen > 0
+    assert sorted(step for step, kinds in told if kinds == {"train"}) == [1, 2, 3]
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["sinks"][0]["kind"] == "wandb"
+
+
+def test_a_sink_that_is_not_known_or_not_installed_is_refused_before_anything_runs(make_trainer, tmp_path, monkeypatch) -> None:
+    with pytest.raises(ConfigError, match="sinks"):
+        make_trainer(sinks=["wandbee"])
+    monkeypatch.setattr(select, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match="'tensorboard' needs the package tensorboard"):
+        make_trainer(sinks=["tensorboard"])
+    assert not (tmp_path / "run").exists()

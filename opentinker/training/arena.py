@@ -1,0 +1,337 @@
+"""Players meet beside training: policies of now, past versions of them, and reference players. Rows, ratings, what to save."""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from opentinker.config.arena import ArenaConfig
+from opentinker.config.server import LoraConfig
+from opentinker.env.environment import Environment
+from opentinker.env.load import load_function
+from opentinker.errors import ConfigError, EpisodesFailedError
+from opentinker.multiagent.arena import won
+from opentinker.multiagent.matches import Cast, Match, matches, spread
+from opentinker.multiagent.players import PolicyPlayer, ScriptedPlayer, SeatPlayer
+from opentinker.multiagent.runner import GameRunner
+from opentinker.multiagent.shared import SharedEnvironment
+from opentinker.multiagent.tally import Met, Tally, met, results_from_json, results_to_json
+from opentinker.rollout.types import Group
+from opentinker.training.metrics import Row, commonest_failure, finite
+
+ARENA_SEED = 2**30
+"""Added to a run's seed, for the games of its meetings."""
+PairResults = dict[tuple[str, str], Met]
+Draw = Callable[[], Awaitable[list[Any]]]
+"""Gives the tasks that each pair plays."""
+
+
+class PastPolicy(Protocol):
+    """What the arena needs of a policy whose past versions play: a `PolicyClient` has it."""
+
+    policy: str
+
+    async def create_policy(self, lora: Any, *, name: str = "", seed: int = 0, critic: LoraConfig | None = None) -> Any: ...
+
+    async def delete_policy(self, policy: str) -> None: ...
+
+    async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]: ...
+
+    async def save(
+        self, name: str, *, driver: Mapping[str, Any] | None = None, keep_last: int | None = None
+    ) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A policy that meets others. `homes` are the seats that it learns in; `past`: its earlier versions play, too."""
+
+    agent: str
+    policy: Any
+    homes: tuple[str, ...]
+    player: Callable[[Any], PolicyPlayer]
+    """Of a policy, how it is sampled as this agent's."""
+    lora: LoraConfig | None = None
+    past: bool = True
+
+
+@dataclass
+class Played:
+    """The results of some matches, and how the games went."""
+
+    results: PairResults = field(default_factory=dict)
+    games: int = 0
+    errors: int = 0
+    tokens: int = 0
+
+
+class MatchPlayer:
+    """Plays matches. `score` is as in `ArenaConfig`; what 'auto' stands for is settled by the first games."""
+
+    def __init__(self, runner: GameRunner, seats: Sequence[str], draw: Draw, samples: int, score: str) -> None:
+        """Raises: ConfigError when there are not two seats, and results are to be those of games that one of two wins."""
+        if score == "won" and len(seats) != 2:
+            raise ConfigError(
+                f"arena.score 'won' is for games between two, and here are {len(seats)}", hint="arena.score: reward"
+            )
+        self._runner = runner
+        self._seats = tuple(seats)
+        self._draw = draw
+        self._tasks: list[Any] | None = None
+        self._samples = samples
+        self.won = None if score == "auto" and len(seats) == 2 else score == "won"
+        """Whether results are those of games that one wins; None before the first games tell."""
+
+    async def play(self, wanted: Sequence[Match], players: Mapping[str, SeatPlayer], step: int) -> Played:
+        """`step` is part of the seeds.
+
+        Raises:
+            EpisodesFailedError: no game of a match could be used.
+        """
+        found, lists = Played(), dict[tuple[str, str], list[float]]()
+        if self._tasks is None:
+            self._tasks = await self._draw()
+        for match in wanted:
+            seated = {seat: players[name] for seat, name in match.seating.items()}
+            if not any(isinstance(player, PolicyPlayer) for player in seated.values()):
+                continue  # it would leave nothing to count
+            groups = await self._runner.run(seated, self._tasks, self._samples, step)
+            everything = [group for of_seat in groups.values() for group in of_seat]
+            found.errors += sum(len(group.failures) for group in everything)
+            found.tokens += sum(e.action_tokens for g in everything for e in (*g.episodes, *g.failures))
+            found.games += max((sum(len(g.episodes) for g in of_seat) for of_seat in groups.values()), default=0)
+            if self.won is None:
+                self.won = any("won" in e.metrics for g in everything for e in g.episodes)
+            self._count(match, groups, lists)
+        found.results = {pair: met(values) for pair, values in lists.items()}
+        return found
+
+    def _count(self, match: Match, groups: Mapping[str, list[Group]], lists: dict[tuple[str, str], list[float]]) -> None:
+        for seat, name, other in match.scored:
+            if seat not in groups:
+                continue  # a scripted player, whose results are the others'
+            episodes = [e for group in groups[seat] for e in group.episodes if e.termination.trains]
+            if not episodes:
+                seated = ", ".join(f"{who} as {where}" for where, who in match.seating.items())
+                raise EpisodesFailedError(f"no game of {seated} could be used: {commonest_failure(groups[seat])}")
+            values = [won(e) if self.won else e.reward for e in episodes]
+            lists.setdefault((name, other), []).extend(values)
+            if self.won and match.seating[self._other(seat)] not in {match.seating[s] for s in groups}:
+                lists.setdefault((other, name), []).extend(1.0 - value for value in values)
+
+    def _other(self, seat: str) -> str:
+        return next(other for other in self._seats if other != seat)
+
+
+class Arena:
+    """Holds the results of all meetings of a run. `fixed` play the seats that no entrant has, by seat."""
+
+    def __init__(
+        self,
+        config: ArenaConfig,
+        runner: GameRunner,
+        seats: Sequence[str],
+        entrants: Sequence[Entrant],
+        references: Mapping[str, SeatPlayer],
+        fixed: Mapping[str, SeatPlayer],
+        draw: Draw,
+    ) -> None:
+        """Raises: ConfigError when the config does not fit so many seats."""
+        self._config = config
+        self._seats = tuple(seats)
+        self._entrants = list(entrants)
+        self._references = dict(references)
+        self._fixed = dict(fixed)
+        self._runner = runner
+        self._player = MatchPlayer(runner, seats, draw, config.samples, config.score)
+        self.tally = Tally(won=False)
+        self.steps: list[int] = []
+        """After which steps they met."""
+
+    async def close(self) -> None:
+        """End what the environments left running."""
+        await self._runner.close()
+
+    def due(self, step: int, *, ends: bool) -> bool:
+        """Whether they meet after this step."""
+        every = self._config.every
+        return step not in self.steps and (ends or step == 0 or bool(every and step % every == 0))
+
+    async def meet(self, step: int) -> Row:
+        """One meeting; its row.
+
+        Raises:
+            EpisodesFailedError: no game of a pair could be used.
+            OpenTinkerError: what the server reports.
+        """
+        started = time.monotonic()
+        earlier = spread(self.steps, self._config.past)
+        if self._config.past:
+            for entrant in self._entrants:
+                if entrant.past:
+                    await entrant.policy.save(snapshot(step))
+        now = {version(entrant, step): entrant.player(entrant.policy) for entrant in self._entrants}
+        standing: dict[str, SeatPlayer] = {**self._references, **self._fixed, **now}
+        played = [await self._play(self._now(step), standing, step)]
+        for when in earlier:
+            async for casts, players in self._past(when):
+                played.append(await self._play(casts, {**standing, **players}, step))
+        results: PairResults = {}
+        for part in played:
+            results.update(part.results)
+        self._count(step, results, won=bool(self._player.won))
+        return self._row(step, results, played, time.monotonic() - started)
+
+    async def _play(self, casts: list[tuple[str, Cast]], players: Mapping[str, SeatPlayer], step: int) -> Played:
+        everywhere = self._config.seats == "all"
+        homes = {
+            version(entrant, step): self._seats if everywhere else entrant.homes for entrant in self._entrants if entrant.past
+        }
+        return await self._player.play(matches(self._seats, homes, casts), players, step)
+
+    def _now(self, step: int) -> list[tuple[str, Cast]]:
+        """Those against whom the policies of now play without any past version."""
+        references = [(name, dict.fromkeys(self._seats, name)) for name in self._references]
+        if self._config.seats == "own":
+            return [(_label(step), self._generation(step)), *references]
+        current = [version(entrant, step) for entrant in self._entrants]
+        return [*((name, dict.fromkeys(self._seats, name)) for name in current), *references]
+
+    def _generation(self, step: int) -> dict[str, str]:
+        """Who plays which seat, where everybody has its own."""
+        seated = {seat: version(entrant, step) for entrant in self._entrants for seat in entrant.homes}
+        return {seat: seated.get(seat, seat) for seat in self._seats}
+
+    async def _past(self, when: int) -> AsyncIterator[tuple[list[tuple[str, Cast]], dict[str, SeatPlayer]]]:
+        """The versions after an earlier step, as many at a time as the arrangement of the seats needs."""
+        learners = [entrant for entrant in self._entrants if entrant.past]
+        if self._config.seats == "all":
+            for entrant in learners:
+                async with self._loaded(entrant, when) as player:
+                    name = version(entrant, when)
+                    yield [(name, dict.fromkeys(self._seats, name))], {name: player}
+            return
+        async with self._all_loaded(learners, when) as players:
+            yield [(_label(when), self._generation(when))], players
+
+    @asynccontextmanager
+    async def _all_loaded(self, entrants: Sequence[Entrant], when: int) -> AsyncIterator[dict[str, SeatPlayer]]:
+        if not entrants:
+            yield {}
+            return
+        first, *rest = entrants
+        async with self._loaded(first, when) as player, self._all_loaded(rest, when) as others:
+            yield {version(first, when): player, **others}
+
+    @asynccontextmanager
+    async def _loaded(self, entrant: Entrant, when: int) -> AsyncIterator[SeatPlayer]:
+        """A policy beside the agent's, with the weights that the agent's had."""
+        policy: PastPolicy = entrant.policy
+        name = f"{entrant.agent}.arena"
+        slot = await policy.create_policy(entrant.lora, name=name)
+        try:
+            await slot.load_weights(snapshot(when), policy=policy.policy)
+            yield entrant.player(slot)
+        finally:
+            await policy.delete_policy(name)
+
+    def _count(self, step: int, results: PairResults, *, won: bool) -> None:
+        self._player.won = self.tally.won = won
+        self.tally.add(results)
+        self.steps.append(step)
+
+    def _row(self, step: int, results: PairResults, played: Sequence[Played], seconds: float) -> Row:
+        row: Row = {
+            "kind": "cross_play",
+            "step": step,
+            "score": "won" if self.tally.won else "reward",
+            "results": results_to_json(results),
+            "matrix": _matrix(self.tally, results),
+            "anchor": self._anchor(),
+            "ratings": {name: rating.to_json() for name, rating in self.tally.ratings(self._anchor()).items()},
+            "rating": {},
+            "worst": {},
+            "games": sum(part.games for part in played),
+            "errors": sum(part.errors for part in played),
+            "tokens_sampled": sum(part.tokens for part in played),
+            "cross_play_s": seconds,
+        }
+        for entrant in self._entrants:
+            if (now := version(entrant, step)) in row["ratings"]:
+                row["rating"][entrant.agent] = row["ratings"][now]
+            if (worst := self.tally.worst(now, list(self._references))) is not None:
+                row["worst"][entrant.agent] = {"against": worst[0], **worst[1].to_json()}
+        checked: Row = finite(row)
+        return checked
+
+    def _anchor(self) -> str:
+        """Whose rating is 0."""
+        names = self.tally.names
+        return next((name for name in self._references if name in names), names[0] if names else "")
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes."""
+        return {**self.tally.to_json(), "steps": list(self.steps)}
+
+    def restore(self, state: Mapping[str, Any], later: Sequence[Row]) -> None:
+        """Go on after a checkpoint, and after the rows that came after it."""
+        if state:
+            self.tally, self.steps = Tally.from_json(state), [int(step) for step in state["steps"]]
+            self._player.won = self.tally.won if self.steps else self._player.won
+        for row in later:
+            if row["kind"] == "cross_play" and row["step"] not in self.steps:
+                self._count(row["step"], results_from_json(row["results"]), won=row["score"] == "won")
+
+
+def version(entrant: Entrant, step: int) -> str:
+    """The name of an agent's policy after a step; one that never changes has only its agent's."""
+    return f"{entrant.agent}@{step}" if entrant.past else entrant.agent
+
+
+def snapshot(step: int) -> str:
+    """The checkpoint of a policy as it was in a meeting."""
+    return f"arena-{step:06d}"
+
+
+def reference_players(
+    names: Sequence[str] | None, environment: type[Environment], agents: Collection[str], base_dir: Path | None = None
+) -> dict[str, SeatPlayer]:
+    """Reference players by name: those that the environment brings, and functions from files.
+
+    Raises:
+        ConfigError: the environment brings none of this name; two have one name, or one has that of an agent.
+        EnvironmentLoadError: a file or its function is missing.
+    """
+    brought = environment.played.players if issubclass(environment, SharedEnvironment) else {}
+    found: dict[str, SeatPlayer] = {}
+    for name in brought if names is None else names:
+        short = name.rpartition(":")[2]
+        if short in found or short in agents:
+            what = "two players are called" if short in found else "a player is called as an agent,"
+            raise ConfigError(f"arena.references: {what} '{short}'")
+        if ":" in name:
+            found[short] = ScriptedPlayer(load_function(name, base_dir), short)
+        elif name in brought:
+            found[short] = ScriptedPlayer(brought[name], short)
+        else:
+            there = f"it brings {', '.join(brought)}" if brought else "it brings none"
+            raise ConfigError(
+                f"arena.references: {environment.__name__} brings no player '{name}'",
+                hint=f"{there}; your own is named path/to/file.py:function",
+            )
+    return found
+
+
+def _label(step: int) -> str:
+    return f"step {step}"
+
+
+def _matrix(tally: Tally, results: PairResults) -> dict[str, dict[str, Any]]:
+    """By player and opponent, of those who met."""
+    matrix: dict[str, dict[str, Any]] = {}
+    for name, other in results:
+        if (estimate := tally.estimate(name, other)) is not None:
+            matrix.setdefault(name, {})[other] = estimate.to_json()
+    return matrix
