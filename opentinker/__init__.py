@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from opentinker.config.rl import EvaluationConfig
     from opentinker.config.rollout import RolloutConfig, SamplingConfig
     from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig
+    from opentinker.config.servers import FurtherServerConfig
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
     from opentinker.env.remote import RemoteEnvironment, remote_environment
@@ -65,6 +66,7 @@ _HOMES = {
     "opentinker.config.opponents": ("ChatModelConfig", "PoolConfig"),
     "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
     "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
+    "opentinker.config.servers": ("FurtherServerConfig",),
     "opentinker.env.datasets": ("load_tasks",),
     "opentinker.env.environment": ("Action", "Environment", "Message", "StepResult"),
     "opentinker.env.remote": ("RemoteEnvironment", "remote_environment"),
@@ -117,6 +119,7 @@ __all__ = [
     "EnvironmentChooses",
     "EvaluationConfig",
     "Free",
+    "FurtherServerConfig",
     "GeneratedTasks",
     "Image",
     "InferenceJobConfig",

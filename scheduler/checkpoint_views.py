@@ -57,7 +57,7 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str], poli
         "policy": policy,
         "ref": str(ref_of(job, checkpoint.name, checkpoint.version, policy)),
         "kind": checkpoint.kind,
-        "base_model": job.config["base_model"],
+        "base_model": parse_job(job.config).model_of_policy(policy) or job.config["base_model"],
         "step": checkpoint.step,
         "created_at": checkpoint.created_at,
         "bytes": checkpoint.bytes,
@@ -106,10 +106,12 @@ def resolve_start(start: Start, config: JobConfig, storage: Storage | None) -> C
 
 def _check_fit(start: Start, name: str, found: Checkpoint, config: JobConfig) -> None:
     theirs, field = parse_job(start.source.config), start.field
-    if theirs.base_model != config.base_model:
+    model, fitting = theirs.model_of_policy(start.ref.policy), config.models_for_start(start.where)
+    if model is not None and model not in fitting:
+        here = "its server" if start.where[0] == "agents" else "this job"
         raise ConfigError(
-            f"{field}: {name} was trained on the base model '{theirs.base_model}', this job has '{config.base_model}'",
-            hint=f"base_model: {theirs.base_model}",
+            f"{field}: {name} was trained on the base model '{model}', {here} has '{', '.join(sorted(fitting))}'",
+            hint=f"base_model: {model}",
         )
     if theirs.policy_head == "scalar" != config.policy_head:
         raise ConfigError(
@@ -125,7 +127,7 @@ def _check_fit(start: Start, name: str, found: Checkpoint, config: JobConfig) ->
             f"{field}: {name} holds {_what(known)}, {mine} {_what(wanted)}",
             hint="give both the same lora" if known else "leave lora out" if mine == "this job trains" else _FULL,
         )
-    if found.kind != ("full" if config.lora is None else "lora"):
+    if found.kind != ("full" if (config.lora if wanted == "any" else wanted) is None else "lora"):
         raise ConfigError(f"{field}: {name} is a checkpoint of kind '{found.kind}', which does not fit its own job's config")
 
 

@@ -1,12 +1,13 @@
 """Drivers of submitted jobs are run, or found again, until they end; how they end is kept for the plan."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from opentinker.errors import ConfigError
-from opentinker.scheduler.hosting import policy_of
+from opentinker.scheduler.hosting import hosts_of
 from opentinker.scheduler.journal import Journal
 from opentinker.scheduler.launcher import DriverSpec, Launcher
 from opentinker.scheduler.plan import DriverOutcome
@@ -49,10 +50,10 @@ class DriverCare:
 
     async def drive(self, job: Job) -> None:
         """Run a job's driver to its end. As a task it is called `driver:JOB`."""
-        policy = policy_of(self._store, job.id)
-        server = None if policy is None else self._store.server(policy.server_id)
-        if policy is None or server is None:
+        hosts = hosts_of(self._store, job.id)
+        if not hosts:
             return  # it is being stopped
+        (server, policy), *others = hosts
         spec = DriverSpec(
             job_id=job.id,
             server_id=server.id,
@@ -65,6 +66,10 @@ class DriverCare:
             run_dir=job.run_dir,
             code_dir=str(Path(job.run_dir) / "code") if job.code_sha256 else None,
             resume=(job.id, RESTARTING) in self._store.event_counts([RESTARTING], [job.id]),
+            servers={
+                other.name: {"endpoint": other.endpoint, "token": self._token_of(its.id), "policy": its.id}
+                for other, its in others
+            },
         )
         try:
             spec = replace(spec, secrets=self._secrets_of(job))
@@ -76,6 +81,6 @@ class DriverCare:
             logger.exception("event=drive_failed job=%s", job.id)
             outcome = DriverOutcome(f"the driver did not start: {type(error).__name__}: {' '.join(str(error).split())}")
         if outcome.lost or outcome.code in _ECHOES:
-            await self._servers.check(server.id)
+            await asyncio.gather(*(self._servers.check(host.id) for host, _ in hosts))
         self._outcomes[job.id] = outcome
         self._journal.wake()

@@ -1,6 +1,8 @@
 """What hosts a job, as the store has it."""
 
-from opentinker.scheduler.records import Job, Policy
+from pathlib import Path
+
+from opentinker.scheduler.records import Job, Policy, Server
 from opentinker.scheduler.states import ServerState
 from opentinker.scheduler.store import JobStore
 
@@ -12,16 +14,25 @@ def known_job(store: JobStore, job_id: str) -> Job:
     return job
 
 
-def policy_of(store: JobStore, job_id: str) -> Policy | None:
-    """The policy on the job's present server; None if it has none."""
-    for server, policies in store.open_servers():
-        for policy in policies:
-            if policy.job_id == job_id and server.state in (ServerState.STARTING, ServerState.READY):
-                return policy
-    return None
+def hosts_of(store: JobStore, job_id: str) -> list[tuple[Server, Policy]]:
+    """The job's present servers, its own first, with the policy that each began with; none while it has none."""
+    hosts = [
+        (server, policy)
+        for server, policies in store.open_servers()
+        for policy in policies
+        if policy.job_id == job_id and server.state in (ServerState.STARTING, ServerState.READY)
+    ]
+    own_first = sorted(hosts, key=lambda host: host[0].name)
+    return own_first if own_first and not own_first[0][0].name else []
 
 
 def released(store: JobStore, job_id: str) -> bool:
     """Whether nothing of an ended job is left on the cluster."""
     servers = [store.server(policy.server_id) for policy in store.policies(job_id)]
     return all(server is None or server.state is ServerState.STOPPED for server in servers)
+
+
+def server_folder(run_dir: Path, name: str) -> Path:
+    """Where a server of a job writes its log: the run's folder, or below it one for each further server, so that what copies
+    a server's folder from its node touches no other's."""
+    return run_dir / "servers" / name if name else run_dir

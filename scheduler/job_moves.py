@@ -7,7 +7,7 @@ from dataclasses import replace
 from opentinker.config.job import parse_job
 from opentinker.scheduler.job_clocks import JobClocks
 from opentinker.scheduler.journal import Journal, storable
-from opentinker.scheduler.layouts import total
+from opentinker.scheduler.layouts import gang, total
 from opentinker.scheduler.metrics import SchedulerMetrics
 from opentinker.scheduler.placement import Allocation, Demand
 from opentinker.scheduler.queue_view import QueueView
@@ -37,35 +37,29 @@ class JobMoves:
         self._now = now
 
     def start(self, job: Job, where: Sequence[Allocation]) -> None:
-        """Give a queued job a place, bundle by bundle, and a server to come there."""
-        config = parse_job(job.config)
-        main, demand = where[0], total([allocation.demand for allocation in where])
-        rollout = where[1] if len(where) > 1 else Allocation("", Demand())
-        server = Server(
-            id=f"srv-{secrets.token_hex(5)}",
-            state=ServerState.STARTING,
-            base_model=config.base_model,
-            node_id=main.node_id,
-            gpus=demand.gpus,
-            cpu_slots=demand.cpu_slots,
-            rollout_gpus=rollout.demand.gpus,
-            rollout_cpu_slots=rollout.demand.cpu_slots,
-            rollout_node_id=rollout.node_id,
-        )
-        policy = Policy(f"pol-{secrets.token_hex(8)}", job.id, server.id)
+        """Give a queued job a place, bundle by bundle, and its servers to come there."""
+        parts = parse_job(job.config).parts
+        own_id, left = f"srv-{secrets.token_hex(5)}", list(where)
+        servers, policies = [], []
+        for name, request in gang(job).items():
+            here, left = left[: len(request)], left[len(request) :]
+            server_id = f"{own_id}-{name}" if name else own_id
+            servers.append(_server(server_id, name, parts[name].base_model, here))
+            policies.append(Policy(f"pol-{secrets.token_hex(8)}", job.id, server_id))
+        main = where[0]
         started = replace(job, state=move_job(job.state, JobState.STARTING))
         first = self._store.holding_since(job.id) is None
         places = " and ".join(f"{allocation.demand} on node {allocation.node_id}" for allocation in where)
         event = self._journal.event(job.id, STARTING, places)
-        self._store.save(server, started, policy, event)
+        self._store.save(*servers, started, *policies, event)
         self._queue.started(job.id, self._now())
         self._warmth.left(job.id, main.node_id)
-        self._journal.announce(job.id, STARTING, server=server.id, node=main.node_id)
+        self._journal.announce(job.id, STARTING, server=own_id, node=main.node_id)
         if first:
             self._metrics.queue_wait.observe(max(0.0, self._now() - job.created_at))
 
     def run(self, job: Job) -> None:
-        """The job's server is up."""
+        """All of the job's servers are up."""
         running = replace(job, state=move_job(job.state, JobState.RUNNING), started_at=self._now())
         self._journal.record(running, "running")
 
@@ -102,3 +96,20 @@ class JobMoves:
         self._store.save(self._journal.event(job.id, STOP_REQUESTED, cause))
         self._queue.stopping(job.id, cause)
         self._journal.wake()
+
+
+def _server(server_id: str, name: str, base_model: str, where: Sequence[Allocation]) -> Server:
+    demand = total([allocation.demand for allocation in where])
+    rollout = where[1] if len(where) > 1 else Allocation("", Demand())
+    return Server(
+        id=server_id,
+        state=ServerState.STARTING,
+        base_model=base_model,
+        node_id=where[0].node_id,
+        gpus=demand.gpus,
+        cpu_slots=demand.cpu_slots,
+        rollout_gpus=rollout.demand.gpus,
+        rollout_cpu_slots=rollout.demand.cpu_slots,
+        rollout_node_id=rollout.node_id,
+        name=name,
+    )

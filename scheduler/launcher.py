@@ -81,6 +81,8 @@ class DriverSpec:
     """An earlier driver of this job was lost: go on from the last checkpoint."""
     secrets: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)
     """{environment variable: (secret's name, its value)}. The driver alone gets them, with the call that starts it."""
+    servers: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    """{"endpoint", "token", "policy"} of each server beside the job's own, by name."""
     refusal: str = ""
     """Why no driver may be started for this job any more; one that runs goes on."""
 

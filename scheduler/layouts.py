@@ -1,6 +1,6 @@
 """The bundles of a job by its layout: one for trainer and rollout engine together, or one for each of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from opentinker.config.job import JobConfig
@@ -8,12 +8,12 @@ from opentinker.config.resources import Resources
 from opentinker.errors import ConfigError
 from opentinker.scheduler.capacity import Capacity
 from opentinker.scheduler.placement import Allocation, Demand, Node, Request, addable, count, demand_of, roles_of
-from opentinker.scheduler.records import Server
+from opentinker.scheduler.records import Server, ServerAmounts
 from opentinker.scheduler.settings import NodeType
 
 
 class Amounts(Protocol):
-    """What a record says of the resources of its job: in all, and of those the rollout engine's own."""
+    """What a record says of the resources of a server: in all, and of those the rollout engine's own."""
 
     @property
     def gpus(self) -> float: ...
@@ -25,8 +25,48 @@ class Amounts(Protocol):
     def rollout_cpu_slots(self) -> int: ...
 
 
+class Gang(Amounts, Protocol):
+    """The same of a job: in all, of those its own server's rollout engine's, and its further servers'."""
+
+    @property
+    def further(self) -> tuple[ServerAmounts, ...]: ...
+
+
+def requests_of(config: JobConfig, present: Sequence[Node], kinds: Sequence[NodeType] = ()) -> dict[str, Request]:
+    """What each of a job's servers occupies, its own first, as `request_of`.
+
+    Raises:
+        ConfigError: the cluster could never hold them all at once, or they cannot be so; it names the server.
+    """
+    requests = {}
+    for name, part in config.parts.items():
+        try:
+            requests[name] = request_of(part, present, kinds)
+        except ConfigError as error:
+            if not name:
+                raise
+            hint = error.hint.replace("resources.", f"servers.{name}.resources.").replace(
+                "trainer.ranks", f"servers.{name}.trainer.ranks"
+            )
+            raise ConfigError(f"servers.{name}: {error.detail}", hint=hint) from error
+    nodes = [*present, *addable(kinds)]
+    together = tuple(demand for request in requests.values() for demand in request)
+    if len(requests) > 1 and not possible(together, nodes):
+        wishes = ", ".join(
+            f"{' and '.join(map(str, request))} for {f'server {name!r}' if name else 'its own server'}"
+            for name, request in requests.items()
+        )
+        raise ConfigError(
+            f"the job's {len(requests)} servers start together and ask for {total(together)}: {wishes}, each on one node; "
+            f"this cluster has {_size(nodes)}",
+            hint="let agents share a server as adapters, lower what the servers ask for (resources, servers.NAME.resources), "
+            "or add nodes",
+        )
+    return requests
+
+
 def request_of(config: JobConfig, present: Sequence[Node], kinds: Sequence[NodeType] = ()) -> Request:
-    """What a job's server occupies, resolved against the cluster: its nodes, and the kinds that can be added.
+    """What the own server of a job occupies, resolved against the cluster: its nodes, and the kinds that can be added.
 
     Raises:
         ConfigError: the cluster could never hold it, or it is one that servers cannot do.
@@ -40,12 +80,16 @@ def request_of(config: JobConfig, present: Sequence[Node], kinds: Sequence[NodeT
     request = tuple(demand for _, demand in roles)
     if not possible(request, nodes):
         wishes = " and ".join(f"{demand} for the {role}" for role, demand in roles)
-        has = f"{count(sum(n.gpus for n in nodes), 'GPU')} and {count(sum(n.cpu_slots for n in nodes), 'CPU slot')}"
         raise ConfigError(
-            f"the job asks for {wishes}, each on one node; this cluster has {has} on {count(len(nodes), 'node')}",
+            f"the job asks for {wishes}, each on one node; this cluster has {_size(nodes)}",
             hint="lower resources.trainer.gpus or resources.rollout.gpus (0 = a CPU slot), or use resources.layout=colocated",
         )
     return request
+
+
+def _size(nodes: Sequence[Node]) -> str:
+    gpus, slots = sum(n.gpus for n in nodes), sum(n.cpu_slots for n in nodes)
+    return f"{count(gpus, 'GPU')} and {count(slots, 'CPU slot')} on {count(len(nodes), 'node')}"
 
 
 def _sized(config: JobConfig, nodes: Sequence[Node]) -> Resources:
@@ -82,8 +126,27 @@ def total(request: Sequence[Demand]) -> Demand:
     return Demand(round(sum(demand.gpus for demand in request), 4), sum(demand.cpu_slots for demand in request))
 
 
+def further_amounts(requests: Mapping[str, Request]) -> tuple[ServerAmounts, ...]:
+    """What a record keeps of the servers beside the job's own."""
+    return tuple(ServerAmounts(name, *total(request), *total(request[1:])) for name, request in requests.items() if name)
+
+
+def gang(job: Gang) -> dict[str, Request]:
+    """The bundles of each of a job's servers, its own first. All of them start together or not at all."""
+    others = total([Demand(each.gpus, each.cpu_slots) for each in job.further])
+    own = ServerAmounts(
+        "", round(job.gpus - others.gpus, 4), job.cpu_slots - others.cpu_slots, job.rollout_gpus, job.rollout_cpu_slots
+    )
+    return {amounts.name: bundles(amounts) for amounts in (own, *job.further)}
+
+
+def whole(job: Gang) -> Request:
+    """All of a job's bundles, server by server."""
+    return tuple(demand for request in gang(job).values() for demand in request)
+
+
 def bundles(amounts: Amounts) -> Request:
-    """The bundles that a record stands for."""
+    """The bundles of a server."""
     rollout = Demand(amounts.rollout_gpus, amounts.rollout_cpu_slots)
     if rollout == Demand():
         return (Demand(amounts.gpus, amounts.cpu_slots),)

@@ -48,6 +48,10 @@ class FaultKind(StrEnum):
     """There never was one: what it was to be placed on was gone."""
 
 
+_GRAVITY = (FaultKind.REFUSED, FaultKind.LOST, FaultKind.UNPLACED)
+"""When several servers of a job fail, what is said of it, and done with it, is what the first of these asks for."""
+
+
 @dataclass(frozen=True)
 class ServerView:
     id: str
@@ -105,7 +109,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Run:
-    """The job's server is up."""
+    """All of the job's servers are up."""
 
     job_id: str
 
@@ -142,16 +146,20 @@ Decision = Start | Wait | Run | End | Restart | Stop
 def plan(snapshot: Snapshot) -> list[Decision]:
     """Decisions, at most one per job and one per server. A server of a job that this very plan ends is stopped by the next."""
     decisions: list[Decision] = []
-    servers = {job: server for server in snapshot.servers for job in server.jobs}
+    servers: dict[str, list[ServerView]] = {}
+    for server in snapshot.servers:
+        for job_id in server.jobs:
+            servers.setdefault(job_id, []).append(server)
     queue: list[JobView] = []
     living: dict[str, JobView] = {}
     for job in snapshot.jobs:
-        decision = _fate(job, servers.get(job.id), snapshot)
+        decision = _fate(job, servers.get(job.id, ()), snapshot)
         if decision is not None:
             decisions.append(decision)
         elif job.id in servers and job.state is JobState.QUEUED:
             # A restart. Two incarnations of a job would write to the same files.
-            decisions.append(Wait(job.id, "its earlier server to be gone"))
+            what = "server" if len(servers[job.id]) == 1 else "servers"
+            decisions.append(Wait(job.id, f"its earlier {what} to be gone"))
         elif job.state is JobState.QUEUED:
             queue.append(job)
         if job.state is not JobState.QUEUED:
@@ -194,29 +202,29 @@ def _taken(living: Iterable[JobView], snapshot: Snapshot) -> tuple[dict[str, flo
     return usage, held
 
 
-def _fate(job: JobView, server: ServerView | None, snapshot: Snapshot) -> Decision | None:
+def _fate(job: JobView, servers: Sequence[ServerView], snapshot: Snapshot) -> Decision | None:
     if job.lease_expires_at is not None and snapshot.now >= job.lease_expires_at:
         return End(job.id, JobState.CANCELLED, f"{LEASE_EXPIRED}: no heartbeat for {snapshot.lease_s:g} s")
     if job.state is JobState.QUEUED:
         return None
-    if server is None:
+    if not servers:
         return _lost(job, "its server is gone")
     outcome = snapshot.outcomes.get(job.id) if job.state is JobState.RUNNING else None
     if outcome is not None and not outcome.cause:
         return End(job.id, JobState.COMPLETED)
     # A server's death comes before a driver's failure: it is the cause, and the failure its echo.
-    if server.fault:
-        return _without_server(job, server)
+    if lost := [server for server in servers if server.fault]:
+        return _without_server(job, min(lost, key=lambda server: _GRAVITY.index(server.fault_kind)))
     if outcome is not None:
         return _lost(job, outcome.cause) if outcome.lost else End(job.id, JobState.FAILED, outcome.cause)
-    return _at_limit(job, server, snapshot) or (
-        Run(job.id) if job.state is JobState.STARTING and server.state is ServerState.READY else None
+    return _at_limit(job, min(server.idle_s for server in servers), snapshot) or (
+        Run(job.id) if job.state is JobState.STARTING and all(server.state is ServerState.READY for server in servers) else None
     )
 
 
-def _at_limit(job: JobView, server: ServerView, snapshot: Snapshot) -> End | None:
-    """The end of a job that was asked to stop, or reached a limit. The last tenth of a time limit is for the checkpoint, for
-    nothing is held beyond the limit."""
+def _at_limit(job: JobView, idle_s: float, snapshot: Snapshot) -> End | None:
+    """The end of a job that was asked to stop, or reached a limit; `idle_s` is for how long all its servers had nothing to do.
+    The last tenth of a time limit is for the checkpoint, for nothing is held beyond the limit."""
     running = job.state is JobState.RUNNING
     if job.time_limit_s is not None and snapshot.now >= _ends_at(job):
         cause = f"reached its time limit of {duration(job.time_limit_s)}"
@@ -228,7 +236,7 @@ def _at_limit(job: JobView, server: ServerView, snapshot: Snapshot) -> End | Non
         aside_s = min(job.time_limit_s / 10, snapshot.last_checkpoint_s)
         if running and job.saves and snapshot.now >= _ends_at(job) - aside_s:
             return End(job.id, JobState.FAILED, cause, save=True)
-    if running and job.idle_limit_s is not None and server.idle_s >= job.idle_limit_s:
+    if running and job.idle_limit_s is not None and idle_s >= job.idle_limit_s:
         cause = f"its server was idle for {duration(job.idle_limit_s)}, its limit"
         return End(job.id, job.idle_end, cause, save=True)
     return None

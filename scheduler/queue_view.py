@@ -9,7 +9,7 @@ from opentinker.config.job import KINDS
 from opentinker.config.resources import Scheduling
 from opentinker.errors import ConfigError
 from opentinker.scheduler.fairshare import UsageLedger, cost_of
-from opentinker.scheduler.layouts import bundles
+from opentinker.scheduler.layouts import whole
 from opentinker.scheduler.placement import Demand
 from opentinker.scheduler.plan import JobView
 from opentinker.scheduler.queueing import Policy
@@ -88,7 +88,7 @@ class QueueView:
         return JobView(
             id=row.id,
             state=row.state,
-            request=bundles(row),
+            request=whole(row),
             lease_expires_at=row.lease_expires_at,
             owner=row.owner,
             priority=scheduling.priority,

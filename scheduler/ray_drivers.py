@@ -91,6 +91,7 @@ class RayDrivers:
                 "run_dir": spec.run_dir,
                 "code_dir": spec.code_dir,
                 "resume": spec.resume,
+                **({"servers": spec.servers} if spec.servers else {}),
             }
             # The driver runs once, however often it is asked.
             function = self._settings.drivers[spec.kind]

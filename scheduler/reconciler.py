@@ -176,7 +176,7 @@ class Reconciler:
                 self._tasks.spawn(f"server:{server.id}", partial(self.servers.launch, server, policies[0], jobs[0]))
             elif server.state is ServerState.READY:
                 self._tasks.spawn(f"server:{server.id}", partial(self.servers.watch, server.id))
-            for job in jobs:
+            for job in [] if server.name else jobs:  # the driver is the job's own server's
                 if job.state is JobState.RUNNING and KINDS[job.kind].driven and job.id not in self._drivers.outcomes:
                     self._tasks.spawn(f"driver:{job.id}", partial(self._drivers.drive, job))
 

@@ -2,14 +2,24 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentinker.scheduler.states import JobState, ServerState
 
 
+class ServerAmounts(NamedTuple):
+    """What a server of a job beside its own occupies; the words are those of `Server`."""
+
+    name: str
+    gpus: float = 0
+    cpu_slots: int = 0
+    rollout_gpus: float = 0
+    rollout_cpu_slots: int = 0
+
+
 @dataclass(frozen=True)
 class Job:
-    """Times are Unix seconds."""
+    """`gpus` and `cpu_slots` are what all its servers occupy. Times are Unix seconds."""
 
     id: str
     owner: str
@@ -32,8 +42,10 @@ class Job:
     code_sha256: str | None = None
     """Of the user's code, unpacked in run_dir/code."""
     rollout_gpus: float = 0
-    """Of `gpus`, those of a rollout engine that is split from its trainer."""
+    """Of `gpus`, those of its own server's rollout engine, if that is split from its trainer."""
     rollout_cpu_slots: int = 0
+    further: tuple[ServerAmounts, ...] = ()
+    """Of `gpus` and `cpu_slots`, those of the servers beside its own."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class Server:
     it is STOPPED."""
 
     id: str
+    """Of one beside the job's own: that one's id, "-" and its name."""
     state: ServerState
     base_model: str
     node_id: str
@@ -57,6 +70,8 @@ class Server:
     rollout_cpu_slots: int = 0
     rollout_node_id: str = ""
     rollout_gpu_indexes: tuple[int, ...] = ()
+    name: str = ""
+    """Which of its job's servers it is; empty for the job's own."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,7 @@ class LiveJob:
     lease_expires_at: float | None
     rollout_gpus: float
     rollout_cpu_slots: int
+    further: tuple[ServerAmounts, ...]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The tables. A change here needs a migration beside it (`scheduler/migrations/versions`); a test compares the two."""
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-from opentinker.scheduler.records import ApiKey, AuditEvent, Event, Job, Policy, Scope, Secret, Server, User
+from opentinker.scheduler.records import ApiKey, AuditEvent, Event, Job, Policy, Scope, Secret, Server, ServerAmounts, User
 from opentinker.scheduler.states import JobState, ServerState
 
 
@@ -61,6 +62,19 @@ class Indexes(TypeDecorator[tuple[int, ...]]):
         return tuple(map(int, (value or "").split()))
 
 
+class Further(TypeDecorator[tuple[ServerAmounts, ...]]):
+    """What servers beside a job's own occupy, as text; empty for the many jobs that have none."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Iterable[ServerAmounts] | None, dialect: Dialect) -> str | None:
+        return None if value is None else json.dumps(list(value)) if value else ""
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> tuple[ServerAmounts, ...]:
+        return tuple(ServerAmounts(*amounts) for amounts in json.loads(value)) if value else ()
+
+
 def _row() -> Column[int]:
     """Keeps the order of insertion: of submissions among jobs, of happenings among events. SQLite counts in INTEGER only."""
     return Column("row", BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
@@ -89,6 +103,7 @@ jobs = Table(
     Column("code_sha256", String(64)),
     Column("rollout_gpus", Amount, nullable=False, server_default="0"),
     Column("rollout_cpu_slots", Integer, nullable=False, server_default="0"),
+    Column("further", Further, nullable=False, server_default=""),
     UniqueConstraint("owner", "idempotency_key"),
 )
 servers = Table(
@@ -108,6 +123,7 @@ servers = Table(
     Column("rollout_cpu_slots", Integer, nullable=False, server_default="0"),
     Column("rollout_node_id", String(128), nullable=False, server_default=""),
     Column("rollout_gpu_indexes", Indexes, nullable=False, server_default=""),
+    Column("name", String(64), nullable=False, server_default=""),
 )
 policies = Table(
     "policies",

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from opentinker.checkpoints import parse_ref
+from opentinker.checkpoints import parse_ref, policy_root
 from opentinker.config.job import parse_job
+from opentinker.config.servers import server_words
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.scheduler.checkpoint_views import start_folder
 from opentinker.scheduler.driver import SERVER_LOG_NAME
-from opentinker.scheduler.hosting import known_job
+from opentinker.scheduler.hosting import known_job, server_folder
 from opentinker.scheduler.journal import Journal
 from opentinker.scheduler.launcher import Launcher, NotPlacedError, ServerSpec
 from opentinker.scheduler.layouts import bundles, held_by
@@ -122,10 +123,11 @@ class ServerCare:
         """Look at a launched server now: what was seen of something else may be an echo of its death."""
         fault = (await self._launcher.probe(server_id)).fault
         if fault:
-            self._faults[server_id] = (fault, FaultKind.LOST)
+            self._faults[server_id] = (self._named(server_id, fault), FaultKind.LOST)
 
     async def stop(self, server_id: str) -> Sequence[str]:
-        """Stop a server and what its jobs have on it; once everything it held is free, those jobs, and none before."""
+        """Stop a server and what its jobs have on it; once everything is free that it and their other servers held, those jobs,
+        and none before."""
         server = self._store.server(server_id)
         assert server is not None
         if server.state is not ServerState.STOPPING:
@@ -141,7 +143,10 @@ class ServerCare:
         if left:
             self._tell_left(server, job_ids, left)
             return ()
-        here = self._launcher.is_here(server.node_id)
+        # From here to the save nothing else runs: of several servers of a job, exactly one is the last.
+        job_ids = self._without_others(server_id, job_ids)
+        own = self._store.server(server.id.removesuffix(f"-{server.name}")) if server.name else server
+        here = own is not None and self._launcher.is_here(own.node_id)
         copies = self._copies.wanted([known_job(self._store, job_id) for job_id in job_ids]) if here else []
         released = [self._journal.event(job_id, "released") for job_id in job_ids]
         self._store.save(replace(server, state=ServerState.STOPPED), *released, *copies)
@@ -153,6 +158,11 @@ class ServerCare:
         self._left.pop(server_id, None)
         return job_ids
 
+    def _without_others(self, server_id: str, job_ids: Sequence[str]) -> list[str]:
+        """Those of the jobs that have no other server left."""
+        elsewhere = {p.job_id for server, policies in self._store.open_servers() if server.id != server_id for p in policies}
+        return [job_id for job_id in job_ids if job_id not in elsewhere]
+
     def _tell_left(self, server: Server, job_ids: Sequence[str], left: str) -> None:
         if left != self._left.get(server.id):
             detail = f"{left}; what the job held stays taken"
@@ -161,7 +171,8 @@ class ServerCare:
         self._left[server.id] = left
 
     def _spec(self, server: Server, policy: Policy, job: Job) -> ServerSpec:
-        config = parse_job(job.config)
+        whole = parse_job(job.config)
+        config, run_dir = whole.parts[server.name], Path(job.run_dir)
         demand, *_ = bundles(server)
         *_, engines = held_by(server)
         return ServerSpec(
@@ -175,10 +186,10 @@ class ServerCare:
             | {"base_model": self._models.location(config.base_model)},
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.policy_seed,
-            checkpoint_root=str(Path(job.run_dir) / "checkpoints"),
-            log_path=str(Path(job.run_dir) / SERVER_LOG_NAME),
+            checkpoint_root=str(policy_root(run_dir / "checkpoints", whole.first_policy(server.name) if server.name else None)),
+            log_path=str(server_folder(run_dir, server.name) / SERVER_LOG_NAME),
             start_from=self._start_folder(config.start_from),
-            starts={address: self._start_folder(address) for key, address in config.starts.items() if key != ("start_from",)},
+            starts={address: self._start_folder(address) for key, address in whole.starts.items() if key != ("start_from",)},
             head=config.policy_head,
             critic=None if config.policy_critic is None else config.policy_critic.model_dump(mode="json"),
             rollout=engines if server.rollout_node_id else None,
@@ -187,8 +198,16 @@ class ServerCare:
     def _start_folder(self, start_from: str) -> str:
         return start_folder(start_from, self._store.job(parse_ref(start_from).job)) if start_from else ""
 
+    def _named(self, server_id: str, cause: str) -> str:
+        """Of several servers of a job, which one it is, and whose."""
+        for server, policies in self._store.open_servers():
+            if server.id == server_id and policies:
+                words = server_words(known_job(self._store, policies[0].job_id).config, server.name)
+                return f"{words}: {cause}" if words else cause
+        return cause
+
     def _fault(self, server_id: str, cause: str, kind: FaultKind = FaultKind.LOST) -> None:
-        self._faults[server_id] = (cause, kind)
+        self._faults[server_id] = (self._named(server_id, cause), kind)
         self._metrics.server_failures.inc()
         self._journal.wake()
 

@@ -24,7 +24,7 @@ from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.gpu_use import GpuUseReader
-from opentinker.scheduler.hosting import policy_of, released
+from opentinker.scheduler.hosting import hosts_of, released
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.layouts import held_by
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
@@ -319,7 +319,7 @@ class SchedulerService:
         """
         try:
             job = self._store.job(job_id)
-            policy = policy_of(self._store, job_id)
+            hosts = hosts_of(self._store, job_id)
             # Once it was restarted, the earlier tokens still tell whose job it is: who holds one does not guess.
             known = self._store.policies(job_id) if owner is None else []
         except OpenTinkerError as error:
@@ -335,19 +335,20 @@ class SchedulerService:
         if job.state.ended:
             kind = ServerLostError if job.state is JobState.FAILED else JobFailedError
             raise kind(f"job {job_id} is {job.state}{': ' if job.cause else ''}{job.cause}", hint="its server is gone")
-        if owner is None and policy is not None and token != policy_token(self._secret, policy.id):
+        # Whose token it is tells which of the job's servers is meant; an API key opens its own.
+        host = next((h for h in hosts if owner is not None or token == policy_token(self._secret, h[1].id)), None)
+        if host is None and hosts:
             raise ServerLostError(
                 f"job {job_id} was restarted: it has a new server; read the job again",
                 hint=f"its record, `GET /v1/jobs/{job_id}`, has the new server's token and policy",
             )
-        server = None if policy is None else self._store.server(policy.server_id)
-        if policy is None or server is None or not server.endpoint:
+        if host is None or not host[0].endpoint:
             why = self._reconciler.waiting_for(job)
             raise UnavailableError(
                 f"job {job_id} is {job.state}: it has no server yet", hint=f"it waits for {why}" if why else ""
             )
-        passed = presented if owner is None else policy_token(self._secret, policy.id)
-        return {"endpoint": server.endpoint, "token": passed or "", "owner": job.owner}
+        passed = presented if owner is None else policy_token(self._secret, host[1].id)
+        return {"endpoint": host[0].endpoint, "token": passed or "", "owner": job.owner}
 
     async def shutdown(self) -> bool:
         """Cancel all jobs and wait for their processes to be gone; whether they are."""
@@ -387,22 +388,27 @@ class SchedulerService:
         """Nobody writes to the job's files any more."""
         return job.state.ended and released(self._store, job.id)
 
-    def _hosts(self) -> dict[str, tuple[Server, Policy]]:
+    def _hosts(self) -> dict[str, list[tuple[Server, Policy]]]:
         """What serves each job now."""
-        return {policy.job_id: (server, policy) for server, policies in self._store.open_servers() for policy in policies}
+        hosts: dict[str, list[tuple[Server, Policy]]] = {}
+        for server, policies in self._store.open_servers():
+            for policy in policies:
+                hosts.setdefault(policy.job_id, []).append((server, policy))
+        return hosts
 
     def _view(
-        self, job: Job, hosts: Mapping[str, tuple[Server, Policy]] | None = None, *, with_token: bool = True
+        self, job: Job, hosts: Mapping[str, list[tuple[Server, Policy]]] | None = None, *, with_token: bool = True
     ) -> dict[str, Any]:
-        """The job as the API shows it. `server` is there from the time it answers until its processes are gone."""
-        host = (self._hosts() if hosts is None else hosts).get(job.id)
-        server = None
-        # One that is QUEUED again still has its earlier server for a moment.
-        if host is not None and host[0].endpoint and job.state is not JobState.QUEUED:
-            server = _server_view(*host)
-            server["proxy"] = f"/v1/jobs/{job.id}/server"
-            if with_token and not job.state.ended:
-                server["token"] = policy_token(self._secret, host[1].id)
+        """The job as the API shows it. A server is there from the time it answers until its processes are gone."""
+        servers: dict[str, dict[str, Any]] = {}
+        for host, policy in (self._hosts() if hosts is None else hosts).get(job.id, ()):
+            # One that is QUEUED again still has its earlier servers for a moment.
+            if host.endpoint and job.state is not JobState.QUEUED:
+                view = servers[host.name] = _server_view(host, policy)
+                view["proxy"] = f"/v1/jobs/{job.id}/server"
+                if with_token and not job.state.ended:
+                    view["token"] = policy_token(self._secret, policy.id)
+        server = servers.pop("", None)
         return {
             "id": job.id,
             "owner": job.owner,
@@ -418,6 +424,7 @@ class SchedulerService:
             "lease_s": None if job.lease_expires_at is None else self._settings.lease_s,
             "run_dir": job.run_dir,
             "server": server,
+            "servers": servers,
         }
 
 

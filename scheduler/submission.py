@@ -22,7 +22,7 @@ from opentinker.scheduler.checkpoint_views import Start, pin, resolve_start, sta
 from opentinker.scheduler.gpu_use import GpuUseReader
 from opentinker.scheduler.imports import load
 from opentinker.scheduler.launcher import Launcher
-from opentinker.scheduler.layouts import request_of, total
+from opentinker.scheduler.layouts import further_amounts, requests_of, total
 from opentinker.scheduler.model_registry import ModelRegistry
 from opentinker.scheduler.packages import requirements_of
 from opentinker.scheduler.quotas import check_quota
@@ -105,14 +105,17 @@ class Submissions:
             earlier = self._store.job_by_key(owner, idempotency_key)
             if earlier is not None:
                 return _same(earlier, resolved, code)
-        await asyncio.to_thread(self._models.check, parsed, load(self._settings.check_model))
+        for part in parsed.parts.values():
+            await asyncio.to_thread(self._models.check, part, load(self._settings.check_model))
         starts = [await self._start(where, address, parsed, owner, may_name) for where, address in parsed.starts.items()]
         for start in starts:
             pin(resolved, start.where, str(start.ref))
         nodes = await self._launcher.nodes()
-        request = request_of(parsed, nodes, self._reconciler.node_types)
-        demand = total(request)
-        await asyncio.to_thread(self._models.check_memory, parsed, request[0], await self._gpu_use.read(nodes))
+        requests = requests_of(parsed, nodes, self._reconciler.node_types)
+        demand = total([demand for request in requests.values() for demand in request])
+        use = await self._gpu_use.read(nodes)
+        for server, part in parsed.parts.items():
+            await asyncio.to_thread(self._models.check_memory, part, requests[server][0], use)
         self._vault.check(owner, secrets_named(parsed).values())
         check_quota(self._reconciler.quota_of(owner), demand, parsed.scheduling.priority)
         job_id = f"job-{secrets.token_hex(5)}"
@@ -144,8 +147,9 @@ class Submissions:
             lease_expires_at=now + self._settings.lease_s if parsed.leased else None,
             idempotency_key=idempotency_key,
             code_sha256=code["sha256"].lower() if code else None,
-            rollout_gpus=total(request[1:]).gpus,
-            rollout_cpu_slots=total(request[1:]).cpu_slots,
+            rollout_gpus=total(requests[""][1:]).gpus,
+            rollout_cpu_slots=total(requests[""][1:]).cpu_slots,
+            further=further_amounts(requests),
         )
         try:
             accepted = self._store.accept(job, Event(job_id, now, "submitted"))

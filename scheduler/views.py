@@ -46,6 +46,8 @@ class JobView(_View):
     """Null for jobs without a lease."""
     run_dir: str
     server: ServerView | None
+    servers: dict[str, ServerView]
+    """Those beside its own, by name; the token tells them apart behind `proxy`."""
 
 
 class JobPage(_View):

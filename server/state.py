@@ -139,7 +139,11 @@ class State:
 
     def checkpoint_root(self, policy: str) -> Path:
         """Where the policy's checkpoints are: each policy has names of its own."""
-        return policy_root(self.parts.checkpoint_root, None if policy == self.first else policy)
+        root = self.parts.checkpoint_root
+        if policy == self.first:
+            return root
+        # A server beside the job's own began with one of the job's further policies: the others are beside that one.
+        return root.parent / policy if root.parent.name == "policies" else policy_root(root, policy)
 
     def check_room(self, policy: str, *, lora: bool) -> None:
         """Whether another policy can be created.

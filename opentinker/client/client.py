@@ -18,8 +18,10 @@ from opentinker.client.sync import SyncRunner
 from opentinker.config.job import JobConfig, parse_job
 from opentinker.config.resources import Resources, Scheduling
 from opentinker.config.server import Dtype, EngineConfig, LoraConfig, TrainerConfig
+from opentinker.config.servers import FurtherServerConfig
 from opentinker.errors import (
     AuthenticationError,
+    ConfigError,
     ConflictError,
     DeadlineError,
     JobFailedError,
@@ -72,9 +74,13 @@ class Client:
         seed: int = 0,
         start_from: str = "",
         checkpoints: Sequence[str] = (),
+        servers: Mapping[str, FurtherServerConfig | Mapping[str, Any]] | None = None,
         start_timeout_s: float = 1800.0,
     ) -> "Job":
         """Submit an interactive job and wait until its server is up. Time in the cluster's queue counts.
+
+        `servers` are further ones beside its own, by name, each with a policy of its own; what one does not say is the job's.
+        They start together or not at all: `servers={"second": {"base_model": "qwen2.5-0.5b", "lora": None}}`.
 
         `start_from` is the address of a checkpoint whose weights the policy starts from, such as `job-46b60ae170/guess-v1`.
         `checkpoints` are the addresses of others that further policies may take their weights from, such as agents' with
@@ -101,6 +107,7 @@ class Client:
             seed=seed,
             start_from=start_from,
             checkpoints=tuple(checkpoints),
+            servers=servers,
         )
         return self._open(config, start_timeout_s)
 
@@ -204,7 +211,7 @@ class Job:
         self._connect: Connect = connect
         self._endpoints: dict[str, str] = {}
         self._sync = SyncRunner()
-        self._policy: PolicyClient | None = None
+        self._policies: dict[str, PolicyClient] = {}
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name=f"lease-{self.id}", daemon=True)
         self._heart.start()
@@ -222,7 +229,14 @@ class Job:
     @property
     def server(self) -> dict[str, str]:
         """Where the policy is: endpoint, policy, token. The endpoint is the way that was found when the job started."""
-        server = self._record["server"]
+        return self._access(self._record["server"])
+
+    @property
+    def servers(self) -> dict[str, dict[str, str]]:
+        """The same of each server beside the job's own, by name."""
+        return {name: self._access(server) for name, server in self._record.get("servers", {}).items()}
+
+    def _access(self, server: dict[str, Any]) -> dict[str, str]:
         if server["endpoint"] not in self._endpoints:
             self._endpoints[server["endpoint"]] = choose_endpoint(server, self._scheduler.url, self._connect)
         return {"endpoint": self._endpoints[server["endpoint"]], "policy": server["policy"], "token": server["token"]}
@@ -239,21 +253,35 @@ class Job:
                 )
             self._saw(self._scheduler.job(self.id, wait_s=min(left, 20.0), state=self.state))
             self._raise_if_ended(JobFailedError)
-        _ = self.server  # the way there is looked for now, not within somebody's event loop
+        _ = self.server, self.servers  # the way there is looked for now, not within somebody's event loop
 
-    def run(self, work: Callable[[PolicyClient], Awaitable[T]]) -> T:
-        """Run async work on the job's policy from synchronous code, on the job's event loop.
+    def client_of(self, server: str = "") -> PolicyClient:
+        """The client of the policy that a server of the job began with, for async work that `run` runs; "" is the job's own.
 
         Raises:
+            ConfigError: the job has no such server.
+        """
+        if server not in self._policies:
+            access = self.servers | {"": self.server}
+            if server not in access:
+                known = f"it has {', '.join(self.servers)}" if self.servers else "it has none beside its own"
+                raise ConfigError(f"job {self.id} has no server '{server}'", hint=known)
+            self._policies[server] = PolicyClient(**access[server])
+        return self._policies[server]
+
+    def run(self, work: Callable[[PolicyClient], Awaitable[T]], *, server: str = "") -> T:
+        """Run async work on the job's policy from synchronous code, on the job's event loop; with `server`, on that of this one
+        of its further servers.
+
+        Raises:
+            ConfigError: the job has no such server.
             ServerLostError: the job's server died meanwhile; the detail is the scheduler's cause.
         """
         if self._closed.is_set():
             raise ConflictError(f"job {self.id} has ended")
 
         async def connected() -> T:
-            if self._policy is None:
-                self._policy = PolicyClient(**self.server)
-            return await work(self._policy)
+            return await work(self.client_of(server))
 
         with self.explained():
             return self._sync.run(connected())
@@ -304,8 +332,8 @@ class Job:
             return
         self._closed.set()
         try:
-            if self._policy is not None:
-                self._sync.run(self._policy.close())
+            for policy in self._policies.values():
+                self._sync.run(policy.close())
         finally:
             self._sync.close()
             if self.state not in ENDED:

@@ -73,6 +73,8 @@ class AgentConfig(Config):
     """A model plays that a server with OpenAI's chat API has."""
     frozen: bool = False
     """Its policy is never updated: it plays as it began."""
+    server: str = ""
+    """Which of the job's `servers` has its policy; "" = the job's own."""
     start_from: Address = ""
     """A checkpoint whose weights its policy begins with, as in `checkpoint`; its optimizer starts anew."""
     lora: LoraConfig | None = None
@@ -86,7 +88,7 @@ class AgentConfig(Config):
 
     @model_validator(mode="after")
     def _one_player(self) -> "AgentConfig":
-        own = [name for name in ("lora", "algorithm", "optimizer", "sampling", "start_from") if getattr(self, name)]
+        own = [name for name in ("lora", "algorithm", "optimizer", "sampling", "start_from", "server") if getattr(self, name)]
         players = {
             f"the policy of '{self.policy}'": self.policy,
             f"the script {self.script}": self.script,
@@ -107,7 +109,7 @@ class AgentConfig(Config):
         """Of the fields that were given, those that say nothing of the player that was bound."""
         if self.checkpoint:
             return [name for name in own if name in ("algorithm", "optimizer", "start_from")]
-        if self.pool is not None:
+        if self.pool is not None:  # on the server of the agent whose past versions it has
             own = [name for name in own if name != "sampling"]
         return own or (["frozen"] if self.frozen else [])
 

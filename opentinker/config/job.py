@@ -1,13 +1,13 @@
 """The configs of a job. A YAML file, a Python call and the scheduler's store all hold the same fields."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from opentinker.config.agents import Address, AgentConfig, TurnsConfig, bound_elsewhere, fields_of, places_of_pool
+from opentinker.config.agents import Address, AgentConfig, TurnsConfig
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import Config, nearest, parse_config
@@ -32,6 +32,16 @@ from opentinker.config.server import (
     TrainerConfig,
     training_server,
     with_whole_gpu,
+)
+from opentinker.config.servers import (
+    FurtherServerConfig,
+    Servers,
+    check_places,
+    check_servers,
+    no_room,
+    part_error,
+    places_on,
+    whole_servers,
 )
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
 from opentinker.config.sinks import Sinks, secrets_of
@@ -147,6 +157,49 @@ class JobConfig(Config):
             raise ValueError(f"trainer.ranks={ranks} needs a GPU for each, and {key} is {gpus:g}; set {key}={ranks}")
         return self
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "JobConfig":
+        _ = self.parts
+        return self
+
+    @property
+    def further_servers(self) -> Mapping[str, FurtherServerConfig]:
+        """Those beside its own, by name."""
+        return {}
+
+    def critic_on(self, server: str) -> LoraConfig | None:
+        """The adapter of the critic beside the policy that a server beside the job's own begins with."""
+        return None
+
+    def first_policy(self, server: str) -> str:
+        """What the policy is called that a server beside the job's own begins with; no two of a job have the same name."""
+        return server
+
+    @property
+    def parts(self) -> "dict[str, JobConfig]":
+        """Of each of its servers, what a job would be that had this one alone; the first, "", is its own.
+
+        Raises:
+            ValueError: one of them could not be.
+        """
+        parts: dict[str, JobConfig] = {"": self}
+        for place, (name, server) in enumerate(self.further_servers.items(), 1):
+            fields = {field: getattr(server, field) for field in type(server).model_fields}
+            fields |= {"seed": self.policy_seed + place, "critic": self.critic_on(name)}
+            try:
+                parts[name] = parse_config(InteractiveJobConfig, fields)
+            except ConfigError as error:
+                raise part_error(name, error) from error
+        return parts
+
+    def models_for_start(self, where: tuple[str, ...]) -> Collection[str]:
+        """The base models of which a checkpoint named there may be."""
+        return {self.base_model}
+
+    def model_of_policy(self, policy: str | None) -> str | None:
+        """The base model of its own policy (None) or of a further one; None if that is not known."""
+        return self.base_model
+
     @property
     def trainer_ranks(self) -> int:
         """Processes of its trainer."""
@@ -203,6 +256,9 @@ class RLJobConfig(JobConfig):
     """With `agents`: those that are not named here are driven by other processes, which meet at this environment server."""
     arena: ArenaConfig | None = None
     """With `agents`: they meet each other, past versions and reference players; None = they do not."""
+    servers: Servers = Field(default_factory=dict)
+    """With `agents`: servers beside the job's own, by name, for those whose policies need another base model, or a server for
+    themselves. All of a job's servers start together or not at all."""
     sinks: Sinks = ()
     """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
@@ -218,12 +274,17 @@ class RLJobConfig(JobConfig):
         if isinstance(engine, EngineConfig):
             engine = engine.model_dump(include=engine.model_fields_set)
         if isinstance(agents, Mapping) and isinstance(engine, Mapping) and "max_adapters" not in engine:
-            count = sum(not bound_elsewhere(agent) for agent in agents.values())
-            count += sum(places_of_pool(agent) for agent in agents.values()) + _arena_places(values.get("arena"), agents)
+            count = places_on(agents, "", values.get("arena"))
             if count > 1 and values.get("lora") is None:
-                raise ValueError(f"agents: {count} policies share one base model, so they are adapters; set lora")
+                raise ValueError(no_room(count, ""))
             return {**values, "engine": {**engine, "max_adapters": max(count, 1)}}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _servers_are_whole(cls, values: Any) -> Any:
+        """Runs before the one above, which looks at what the user wrote of the job's own server."""
+        return whole_servers(values)
 
     @model_validator(mode="after")
     def _agents_have_players(self) -> "RLJobConfig":
@@ -234,33 +295,23 @@ class RLJobConfig(JobConfig):
                 raise ValueError("coordinator is for agents, and there are none; name those that this job drives")
             if self.arena is not None:
                 raise ValueError("arena is for several agents, and there are no agents")
+            if self.servers:
+                raise ValueError("servers are for several agents, and there are no agents")
             return self
-        own = self.policies
-        learning = self.learners
-        if not learning:
+        if not any(agent.learns for agent in self.agents.values()):
             raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
-        if self.agents[own[0]].lora not in (None, self.lora):
-            raise ValueError(f"agents.{own[0]} has the job's own policy, so that its adapter is the job's: set lora")
+        check_servers(self._as_server, self.servers, self.agents)
+        own = self.policies
         for name, agent in self.agents.items():
             if agent.policy and agent.policy not in own:
                 what = "plays itself" if agent.policy == name else "is no agent with a policy of its own"
                 raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
         for name, pool in ((name, agent.pool) for name, agent in self.agents.items() if agent.pool):
-            if pool.of not in learning:
+            if pool.of not in self.learners:
                 what = "plays itself" if pool.of == name else "is no agent that learns"
-                raise ValueError(f"agents.{name}.pool.of: '{pool.of}' {what}; those are {', '.join(learning)}")
-        slots = sum(places_of_pool(agent) for agent in self.agents.values())
-        if len(own) + slots > self.engine.max_adapters:
-            what = f"{len(own)} policies" + (f" and pools {slots} slots" if slots else "")
-            raise ValueError(f"agents have {what}, and engine.max_adapters is {self.engine.max_adapters}")
-        if len(own) + slots + (places := _arena_places(self.arena, self.agents)) > self.engine.max_adapters:
-            raise ValueError(
-                f"arena.past={self.arena and self.arena.past} plays past versions, {places} at a time, and "
-                f"engine.max_adapters={self.engine.max_adapters} has room for the {len(own) + slots} policies of agents only"
-            )
-        if wide := [name for name in own if (lora := self.agents[name].lora) and self.lora and lora.rank > self.lora.rank]:
-            raise ValueError(f"agents.{wide[0]}.lora.rank is above lora.rank, the largest for which the server makes room")
-        algorithms = {name: self.algorithm_of(name) for name in learning}
+                raise ValueError(f"agents.{name}.pool.of: '{pool.of}' {what}; those are {', '.join(self.learners)}")
+        check_places(self._as_server, self.servers, self.agents, self.arena)
+        algorithms = {name: self.algorithm_of(name) for name in self.learners}
         if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
             sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
             raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
@@ -292,9 +343,22 @@ class RLJobConfig(JobConfig):
 
     @property
     def policies(self) -> list[str]:
-        """The agents with policies of their own. The first of those that learn has the job's own policy."""
+        """The agents with policies of their own, server by server, the job's own first. The first on a server, one that learns
+        if there is any, has the policy that the server begins with."""
         own = [name for name, agent in self.agents.items() if not (agent.policy or agent.elsewhere)]
-        return sorted(own, key=lambda name: not self.agents[name].learns)
+        place = {server: place for place, server in enumerate(["", *self.servers])}
+        # Servers that are not there are refused elsewhere, in words.
+        order = {name: place.get(self.agents[name].server, len(place)) for name in own}
+        return sorted(own, key=lambda name: (order[name], not self.agents[name].learns))
+
+    def server_of(self, agent: str) -> FurtherServerConfig:
+        """What has the policy of an agent."""
+        server = self.agents[agent].server
+        return self.servers[server] if server else self._as_server
+
+    def lora_of(self, agent: str) -> LoraConfig | None:
+        """The adapter of an agent's policy; None: its full parameters."""
+        return self.agents[agent].lora or self.server_of(agent).lora
 
     @property
     def own_policy(self) -> str | None:
@@ -316,7 +380,15 @@ class RLJobConfig(JobConfig):
     def lora_of_policy(self, policy: str | None) -> LoraConfig | Literal["any"] | None:
         if policy is None:
             return self.lora
-        return (self.agents[policy].lora or self.lora) if policy in self.agents else "any"
+        return self.lora_of(policy) if policy in self.agents else "any"
+
+    def models_for_start(self, where: tuple[str, ...]) -> Collection[str]:
+        return {self.server_of(where[1]).base_model if where[0] == "agents" else self.base_model}
+
+    def model_of_policy(self, policy: str | None) -> str | None:
+        if policy is None:
+            return self.base_model
+        return self.server_of(policy).base_model if policy in self.agents else None
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -327,6 +399,12 @@ class RLJobConfig(JobConfig):
             for found in (secrets_of(self.sinks), *models, self.environment.secrets)
             for variable, name in found.items()
         }
+
+    @property
+    def _as_server(self) -> FurtherServerConfig:
+        return FurtherServerConfig(
+            base_model=self.base_model, lora=self.lora, engine=self.engine, trainer=self.trainer, resources=self.resources
+        )
 
     @property
     def learners(self) -> list[str]:
@@ -343,12 +421,22 @@ class RLJobConfig(JobConfig):
 
     @model_validator(mode="after")
     def _action_fits_context(self) -> "RLJobConfig":
-        own = {f"agents.{name}.": agent.sampling for name, agent in self.agents.items() if agent.sampling}
-        for where, sampling in {"": self.sampling, **own}.items():
-            if sampling.max_tokens >= self.engine.max_model_len:
+        contexts = {"": self.engine, **{f"servers.{name}.": server.engine for name, server in self.servers.items()}}
+        asked = [("", self.sampling, "")]
+        for name, agent in self.agents.items():
+            if agent.sampling is not None or agent.server:
+                asked.append(
+                    (
+                        f"agents.{name}." if agent.sampling else "",
+                        agent.sampling or self.sampling,
+                        f"servers.{agent.server}." if agent.server else "",
+                    )
+                )
+        for where, sampling, server in asked:
+            if sampling.max_tokens >= contexts[server].max_model_len:
                 raise ValueError(
                     f"{where}sampling.max_tokens ({sampling.max_tokens}) leaves no room for a prompt in "
-                    f"engine.max_model_len ({self.engine.max_model_len})"
+                    f"{server}engine.max_model_len ({contexts[server].max_model_len})"
                 )
         return self
 
@@ -361,6 +449,17 @@ class RLJobConfig(JobConfig):
                 "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
             )
         return self
+
+    def critic_on(self, server: str) -> LoraConfig | None:
+        first = self.first_policy(server)
+        return self.critic_of(first) if first else None
+
+    def first_policy(self, server: str) -> str:
+        return next((name for name in self.policies if self.agents[name].server == server), "")
+
+    @property
+    def further_servers(self) -> Mapping[str, FurtherServerConfig]:
+        return self.servers
 
     @property
     def policy_seed(self) -> int:
@@ -446,6 +545,14 @@ class InteractiveJobConfig(JobConfig):
     """Further checkpoints whose weights policies of this job may take (`PolicyClient.load_weights`), by their addresses, as in
     `start_from`; such as those that agents of a `MultiAgentTrainer` begin with."""
 
+    servers: Servers = Field(default_factory=dict)
+    """Servers beside the job's own, by name, each with a policy of its own. All of them start together or not at all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _servers_are_whole(cls, values: Any) -> Any:
+        return whole_servers(values)
+
     @property
     def starts(self) -> dict[tuple[str, ...], str]:
         return super().starts | {("checkpoints", str(place)): address for place, address in enumerate(self.checkpoints)}
@@ -453,11 +560,23 @@ class InteractiveJobConfig(JobConfig):
     def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
         return "any" if where[0] == "checkpoints" else self.lora
 
+    def models_for_start(self, where: tuple[str, ...]) -> Collection[str]:
+        return {self.base_model, *(server.base_model for server in self.servers.values())}
+
+    def model_of_policy(self, policy: str | None) -> str | None:
+        if policy is None:
+            return self.base_model
+        return self.servers[policy].base_model if policy in self.servers else None
+
     @model_validator(mode="after")
     def _critic_judges_actions(self) -> "InteractiveJobConfig":
         if self.critic is not None and self.head == "scalar":
             raise ValueError("a policy with head 'scalar' takes no actions that a critic could judge")
         return self
+
+    @property
+    def further_servers(self) -> Mapping[str, FurtherServerConfig]:
+        return self.servers
 
     @property
     def policy_head(self) -> Literal["lm", "scalar"]:
@@ -504,16 +623,6 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
-
-
-def _arena_places(arena: Any, agents: Mapping[str, Any]) -> int:
-    """Adapters beside those of the agents that an arena needs, its config validated or not."""
-    if arena is None:
-        return 0
-    found = arena if isinstance(arena, ArenaConfig) else parse_config(ArenaConfig, arena)
-    fields = [fields_of(agent) for agent in agents.values() if not bound_elsewhere(agent)]
-    learners = [agent for agent in fields if not (agent.get("frozen") or agent.get("checkpoint"))]
-    return 0 if not found.past else 1 if found.seats == "all" else len(learners)
 
 
 def _critic(algorithm: PolicyGradient) -> LoraConfig | None:

@@ -1,7 +1,8 @@
 """The driver loop of several agents: games -> each agent's groups -> all updates side by side -> the next games.
 
 Phases are in step: no agent updates before all games of an iteration are over, and no game begins before all updates are
-published. With a `Member` other agents are driven by other processes, and the phases and games are those of all.
+published. Policies are on one server or several; with a `Member` other agents are driven by other processes, and the phases and
+games are those of all.
 """
 
 import asyncio
@@ -29,13 +30,13 @@ from opentinker.multiagent.runner import GameRunner, Groups, check_players
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer
-from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.rollout.types import Group
 from opentinker.training.agents_watch import AgentsWatch
 from opentinker.training.arena import ARENA_SEED, Arena, Entrant, reference_players
 from opentinker.training.arena_report import arena_files
 from opentinker.training.driver_state import DriverState
 from opentinker.training.evaluation import summarize_groups
+from opentinker.training.homes import Home, check_alive, find_homes, lost_with
 from opentinker.training.learner import Learned, Learner
 from opentinker.training.loop import EpisodesLoop
 from opentinker.training.meeting import join_run, runners
@@ -73,7 +74,9 @@ class AgentsLoop(EpisodesLoop):
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
         member: Member | None = None,
+        homes: Mapping[str, Home] | None = None,
     ) -> None:
+        """`homes` are of the agents whose prompts are made otherwise: those whose server has another model."""
         tasks = JobTasks(
             environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir, sources=sources
         )
@@ -82,6 +85,7 @@ class AgentsLoop(EpisodesLoop):
         self._policies = dict(policies)
         self._renderer = renderer
         self._max_model_len = max_model_len
+        self._homes = homes or {}
         self._learners = {
             name: Learner(
                 policies[name],
@@ -125,48 +129,31 @@ class AgentsLoop(EpisodesLoop):
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
+        servers: Mapping[str, PlayedPolicy] | None = None,
         steps: Sequence[int] = (0,),
     ) -> "AgentsLoop":
-        """A loop on a server that runs: makes the policies that are not there yet, asks for the tokenizer and the limits. Where
-        other processes drive other agents, it joins them; `steps` are those after which it could go on.
+        """A loop on servers that run: makes the policies that are not there yet, asks for the tokenizers and the limits.
+        `policy` is what the job's own server began with, `servers` what its others did. Where other processes drive other
+        agents, it joins them; `steps` are those after which it could go on.
 
         Raises:
             ConfigError: the environment is for one agent, or its agents are not those of the config.
             ConflictError: the drivers of the agents do not agree on something.
-            RenderingError: the model has no usable chat template.
+            RenderingError: a model has no usable chat template.
         """
         await asyncio.to_thread(check_agents, config, environment)  # it may ask the environment's server
         member = await join_run(config, environment, steps)
         async with leaving(member):
-            loop = await cls._connected(config, environment, policy, recorder, base_dir, sources, member)
+            policies, homes = await find_homes(config, policy, servers or {})
+            await take_starts(config.agents, policies)
+            own = homes[config.policies[0]]
+            loop = cls(
+                config, environment, policies, own.renderer, own.max_model_len, recorder, base_dir, sources, member, homes
+            )
+            loop._opponents.pools = await open_pools(config, policies, loop._plays)
             if member is not None:
                 loop.steps_done = await member.started()
             return loop
-
-    @classmethod
-    async def _connected(
-        cls,
-        config: RLJobConfig,
-        environment: type[Environment],
-        policy: PlayedPolicy,
-        recorder: Recorder,
-        base_dir: Path | None,
-        sources: Mapping[Split, TaskSource] | None,
-        member: Member | None,
-    ) -> "AgentsLoop":
-        info = await policy.info()
-        tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
-        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
-        own, *others = config.policies
-        policies: dict[str, TrainablePolicy] = {own: policy}
-        for place, name in enumerate(others, 1):
-            lora = config.agents[name].lora or config.lora
-            critic = config.critic_of(name)
-            policies[name] = await policy.create_policy(lora, name=name, seed=config.training.seed + place, critic=critic)
-        await take_starts(config.agents, policies)
-        loop = cls(config, environment, policies, renderer, int(info["max_model_len"]), recorder, base_dir, sources, member)
-        loop._opponents.pools = await open_pools(config, policies, loop._plays)
-        return loop
 
     async def resume(self, step: int) -> None:
         """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none.
@@ -366,7 +353,7 @@ class AgentsLoop(EpisodesLoop):
             await self._member.finish(moment)
 
     async def _check_server(self) -> None:
-        await self._policies[self.config.policies[0]].info()
+        await check_alive(self.config, self._policies)
 
     def _players(self, temperature: float | None = None) -> dict[str, SeatPlayer]:
         """Who plays which seat, but for those of past versions; with the temperature of an evaluation, if it is one."""
@@ -376,28 +363,31 @@ class AgentsLoop(EpisodesLoop):
 
     def _player(self, name: str, temperature: float | None) -> PolicyPlayer:
         trains = self.config.agents[name].learns
-        return self._plays(self._policies[name], _sampling(self.config, name), temperature, trains=trains)
+        return self._plays(name, self._policies[name], _sampling(self.config, name), temperature, trains=trains)
 
     def _plays(
-        self, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
+        self, name: str, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
     ) -> PolicyPlayer:
+        """A policy on the server of an agent's, that agent's or a past version."""
         if temperature is not None:
             sampling = sampling.model_copy(update={"temperature": temperature})
-        params = SamplingParams(**sampling.model_dump(), stop_token_ids=self._renderer.stop_token_ids)
+        home = self._homes.get(name) or Home(self._renderer, self._max_model_len)
+        params = SamplingParams(**sampling.model_dump(), stop_token_ids=home.renderer.stop_token_ids)
         deadline_s = self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
-            return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
+            with lost_with(self.config, name):
+                return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
 
         async def upload(images: Sequence[Image]) -> Mapping[str, ImageChunk]:
-            if not self._renderer.takes_images:
+            if not home.renderer.takes_images:
                 raise ConfigError(
                     "the environment shows images, but the base model takes none",
                     hint="use a vision-language model as base_model",
                 )
             return await policy.upload([image.data for image in images])
 
-        return PolicyPlayer(self._renderer, generate, params, self._max_model_len, upload, trains)
+        return PolicyPlayer(home.renderer, generate, params, home.max_model_len, upload, trains)
 
     async def _compare(self, *, ends: bool = False) -> None:
         step, arena = self.steps_done, self._arena
@@ -416,8 +406,10 @@ class AgentsLoop(EpisodesLoop):
                 name,
                 policy,
                 tuple(dict.fromkeys([*self._seats_of(name), *pools.get(name, ())])),
-                partial(self._plays, sampling=_sampling(self.config, name), temperature=self.config.evaluation.temperature),
-                self.config.agents[name].lora or self.config.lora,
+                partial(
+                    self._plays, name, sampling=_sampling(self.config, name), temperature=self.config.evaluation.temperature
+                ),
+                self.config.lora_of(name),
                 past=name in self._learners,
             )
             for name, policy in self._policies.items()

@@ -4,8 +4,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,10 +16,11 @@ from opentinker.config.job import JobConfig, PreferenceJobConfig, RLJobConfig, S
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
-from opentinker.errors import AgentLostError, ConfigError, NotFoundError
+from opentinker.errors import AgentLostError, ConfigError
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.metrics import Row, summarize
+from opentinker.training.opponents import delete_made
 from opentinker.training.preference import PreferenceLoop
 from opentinker.training.preference_report import render_preference_report, summarize_preference
 from opentinker.training.progress import row_line
@@ -63,11 +63,13 @@ def run_rl_job(
     code_dir: str | Path | None = None,
     listeners: tuple[Listener, ...] = (),
     resume: bool = False,
+    servers: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Drive the job to its end; blocks. The summary, which is also in `run_dir` (see `Recorder`).
 
     `code_dir` is the folder that a `file.py:Class` environment is relative to. With `resume` the run in `run_dir` goes on
-    from its last checkpoint, or starts anew if it has none.
+    from its last checkpoint, or starts anew if it has none. `servers` are those that the job has beside its own, by name:
+    {"endpoint", "token", "policy"}.
 
     Raises:
         ConfigError: the config or its environment is wrong.
@@ -80,7 +82,8 @@ def run_rl_job(
     environment = checked_environment(job, base_dir)
     if job.agents:
         make = partial(_Run, job, job.training.steps, Path(run_dir), listeners)
-        return _drive_agents(job, environment, make, partial(PolicyClient, endpoint, token, policy), base_dir, resume, started)
+        access = {"": {"endpoint": endpoint, "token": token, "policy": policy}, **(servers or {})}
+        return _drive_agents(job, environment, make, access, base_dir, resume, started)
     client = PolicyClient(endpoint, token, policy)
 
     def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
@@ -151,25 +154,34 @@ def _drive_agents(
     job: RLJobConfig,
     environment: type[Environment],
     make: Callable[[bool, Summarize, Render], "_Run"],
-    make_client: Callable[[], PolicyClient],
+    access: Mapping[str, Mapping[str, str]],
     base_dir: Path | None,
     resume: bool,
     started: float,
 ) -> dict[str, Any]:
-    """Drive a job of several agents. When the driver of other agents is lost, and this one's server is not, it goes back to its
-    checkpoints and joins anew, as often as the job may be restarted: its own scheduler may start that driver again."""
+    """Drive a job of several agents; `access` is what clients of its servers take, by name, "" for its own. When the driver of
+    other agents is lost, and this one's servers are not, it goes back to its checkpoints and joins anew, as often as the job
+    may be restarted: its own scheduler may start that driver again."""
     rejoins = 0
     while True:
         run = make(resume or rejoins > 0, summarize_agents, render_agents_report)
+        clients = {name: PolicyClient(**fields) for name, fields in access.items()}
+        own, further = clients[""], {name: client for name, client in clients.items() if name}
 
-        async def connect(client: PolicyClient, recorder: Recorder, run: "_Run" = run, again: bool = rejoins > 0) -> Loop:
-            for other in job.policies[1:] if again else ():
-                with suppress(NotFoundError):  # it is made anew, from its checkpoint
-                    await client.delete_policy(other)
-            return await AgentsLoop.connect(job, environment, client, recorder, base_dir, steps=run.steps_saved or (0,))
+        async def connect(
+            client: PolicyClient,
+            recorder: Recorder,
+            run: "_Run" = run,
+            further: Mapping[str, PolicyClient] = further,
+            again: bool = rejoins > 0,
+        ) -> Loop:
+            if again:
+                await delete_made(job, {"": client, **further})  # they are made anew, from their checkpoints
+            steps = run.steps_saved or (0,)
+            return await AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further, steps=steps)
 
         try:
-            return run.drive(make_client(), connect, started)
+            return run.drive(own, connect, started, others=list(further.values()))
         except AgentLostError as lost:
             if rejoins >= job.scheduling.max_restarts or not saved_steps(run.folder):
                 raise
@@ -214,7 +226,11 @@ class _Run:
         self._sinks = make_sinks(asked, folder, fields, resume_at=resume_at)
 
     def drive(
-        self, client: PolicyClient, connect: Callable[[PolicyClient, Recorder], Awaitable[Loop]], started: float
+        self,
+        client: PolicyClient,
+        connect: Callable[[PolicyClient, Recorder], Awaitable[Loop]],
+        started: float,
+        others: Sequence[PolicyClient] = (),
     ) -> dict[str, Any]:
         async def work() -> str:
             loop: Loop | None = None
@@ -226,7 +242,7 @@ class _Run:
             finally:
                 if loop is not None:
                     await loop.close()
-                await client.close()
+                await asyncio.gather(*(each.close() for each in (client, *others)))
 
         checkpoint = None
         try:

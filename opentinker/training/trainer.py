@@ -147,7 +147,7 @@ def _hosted(job: Job) -> dict[str, Any]:
     """
     if not isinstance(job.config, InteractiveJobConfig):
         raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
-    return job.config.model_dump(exclude={"kind", "seed", "head", "critic", "checkpoints"})
+    return job.config.model_dump(exclude={"kind", "seed", "head", "critic", "checkpoints", "servers"})
 
 
 def _check_critic(job: Job, algorithm: PolicyGradient | None) -> None:
@@ -225,8 +225,8 @@ class RLTrainer(_Trainer[RLLoop]):
 
 
 class MultiAgentTrainer(_Trainer[AgentsLoop]):
-    """Trains the policies of several agents, all on the server of an interactive job, on an environment for several agents that
-    runs in this process.
+    """Trains the policies of several agents, all on the servers of an interactive job, on an environment for several agents
+    that runs in this process.
 
     `agents` says who plays which seat, by the names of the environment's agents; `AgentConfig()` is a policy of its own. The
     first agent that learns has the job's own policy, so the job has its adapter, and room for the others':
@@ -234,6 +234,8 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         job = client.create_job(base_model="smollm2-135m", lora=LoraConfig(rank=16), engine=EngineConfig(max_adapters=2))
         trainer = MultiAgentTrainer(job, "gomoku_duel", {"black": AgentConfig(), "white": AgentConfig()})
         trainer.fit(steps=50)
+
+    Agents whose policies are on other servers of the job say so: `AgentConfig(server="second")`.
 
     Metrics, transcripts and report.html go to `run_dir` (default: runs/<job id>).
     """
@@ -273,6 +275,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
             RLJobConfig,
             _hosted(job)
             | {
+                "servers": {name: server.model_dump() for name, server in job.config.further_servers.items()},
                 "environment": EnvironmentConfig(name=name, args=environment_args or {}),
                 "agents": {agent: config.model_dump() for agent, config in agents.items()},
                 "algorithm": (algorithm or GRPOConfig()).model_dump(),
@@ -295,7 +298,10 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         )
 
     async def _connect(self, policy: PolicyClient) -> AgentsLoop:
-        return await AgentsLoop.connect(self._agents_config, self._environment, policy, self._recorder, sources=self._sources)
+        servers = {name: self._job.client_of(name) for name in self._agents_config.servers}
+        return await AgentsLoop.connect(
+            self._agents_config, self._environment, policy, self._recorder, sources=self._sources, servers=servers
+        )
 
 
 class SFTTrainer(_Trainer[SFTLoop]):

@@ -47,6 +47,7 @@ class LocalLauncher:
         self.servers: dict[str, ServerSpec] = {}
         self.drivers: dict[str, DriverSpec] = {}
         self.faults: dict[str, str] = {}
+        """By job, or by server."""
         self.ends: dict[str, asyncio.Future[DriverOutcome]] = {}
         self.unkillable = ""
         self.unplaced = 0
@@ -98,7 +99,7 @@ class LocalLauncher:
         if server_id not in self.servers:
             return Probe("its server is gone")
         job_id = self.servers[server_id].job_id
-        return Probe(self.faults.get(job_id, ""), self.idle_s.get(job_id, 0.0))
+        return Probe(self.faults.get(server_id) or self.faults.get(job_id, ""), self.idle_s.get(job_id, 0.0))
 
     async def save(self, server_id: str, policy_id: str, name: str) -> None:
         assert self.servers[server_id].policy_id == policy_id
@@ -175,7 +176,7 @@ class World:
         await asyncio.gather(self._loop, return_exceptions=True)
 
     async def interactive(self, base_model: str = "some-model", owner: str = "admin", **options: Any) -> dict[str, Any]:
-        sections = {name: options.pop(name) for name in ("resources", "scheduling") if name in options}
+        sections = {name: options.pop(name) for name in ("resources", "scheduling", "start_from") if name in options}
         return await self.service.submit(owner, {"kind": "interactive", "base_model": base_model, **sections}, **options)
 
     async def rl(self, **scheduling: Any) -> dict[str, Any]:
