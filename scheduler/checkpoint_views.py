@@ -57,21 +57,12 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str], poli
         "policy": policy,
         "ref": str(ref_of(job, checkpoint.name, checkpoint.version, policy)),
         "kind": checkpoint.kind,
-        "base_model": _base_model(job, policy),
+        "base_model": parse_job(job.config).model_of_policy(policy) or job.config["base_model"],
         "step": checkpoint.step,
         "created_at": checkpoint.created_at,
         "bytes": checkpoint.bytes,
         "tags": tags_of(tags, checkpoint),
     }
-
-
-def _base_model(job: Job, policy: str | None) -> str:
-    """That of the server which has the policy. A job of other versions may have a config that this one refuses."""
-    own, servers = str(job.config["base_model"]), job.config.get("servers") or {}
-    if not servers or policy is None:
-        return own
-    server = ((job.config.get("agents") or {}).get(policy) or {}).get("server", policy)
-    return str(servers.get(server, {}).get("base_model") or own)
 
 
 def no_job(job_id: str) -> NotFoundError:
@@ -104,25 +95,23 @@ def resolve_start(start: Start, config: JobConfig, storage: Storage | None) -> C
     if found is None:
         known = [versioned(c.name, c.version) for c in saved]
         whose = f"job {source.id}" if ref.policy is None else f"'{ref.policy}' of job {source.id}"
-        raise ConfigError(
-            f"{start.field}: {whose} has no checkpoint '{versioned(ref.name, ref.version)}'",
-            hint=f"it has {', '.join(known[:10])}" if known else "it has none",
-        )
+        hint = f"it has {', '.join(known[:10])}" if known else "it has none"
+        if ref.policy is not None and parse_job(source.config).own_policy == ref.policy:
+            hint = f"'{ref.policy}' has that job's own policy, whose checkpoints are {replace(ref, policy=None)}"
+        raise ConfigError(f"{start.field}: {whose} has no checkpoint '{versioned(ref.name, ref.version)}'", hint=hint)
     exact = replace(ref, user=source.owner, name=found.name, version=found.version)
     _check_fit(start, str(exact), found, config)
     return exact
 
 
-def _check_fit(start: Start, name: str, found: Checkpoint, job: JobConfig) -> None:
-    source, field, parts = parse_job(start.source.config), start.field, job.parts
-    theirs = source.parts[source.server_of(start.ref.policy)]
-    config = parts[job.server_of(start.where[1])] if start.where[0] == "agents" else job
-    if start.where[0] == "checkpoints":  # for a policy on whichever server has that model
-        config = next((part for part in parts.values() if part.base_model == theirs.base_model), job)
-    if theirs.base_model != config.base_model:
+def _check_fit(start: Start, name: str, found: Checkpoint, config: JobConfig) -> None:
+    theirs, field = parse_job(start.source.config), start.field
+    model, fitting = theirs.model_of_policy(start.ref.policy), config.models_for_start(start.where)
+    if model is not None and model not in fitting:
+        here = "its server" if start.where[0] == "agents" else "this job"
         raise ConfigError(
-            f"{field}: {name} was trained on the base model '{theirs.base_model}', this job has '{config.base_model}'",
-            hint=f"base_model: {theirs.base_model}",
+            f"{field}: {name} was trained on the base model '{model}', {here} has '{', '.join(sorted(fitting))}'",
+            hint=f"base_model: {model}",
         )
     if theirs.policy_head == "scalar" != config.policy_head:
         raise ConfigError(
@@ -131,14 +120,14 @@ def _check_fit(start: Start, name: str, found: Checkpoint, job: JobConfig) -> No
         )
     if not config.trains:
         return  # whatever it holds can be sampled from
-    wanted, known = job.lora_of_start(start.where), source.lora_of_policy(start.ref.policy)
+    wanted, known = config.lora_of_start(start.where), theirs.lora_of_policy(start.ref.policy)
     if wanted != "any" and known != "any" and wanted != known:
         mine = "this job trains" if len(start.where) == 1 else f"{'.'.join(start.where[:-1])} has"
         raise ConfigError(
             f"{field}: {name} holds {_what(known)}, {mine} {_what(wanted)}",
             hint="give both the same lora" if known else "leave lora out" if mine == "this job trains" else _FULL,
         )
-    if found.kind != ("full" if config.lora is None else "lora"):
+    if found.kind != ("full" if (config.lora if wanted == "any" else wanted) is None else "lora"):
         raise ConfigError(f"{field}: {name} is a checkpoint of kind '{found.kind}', which does not fit its own job's config")
 
 

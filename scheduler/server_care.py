@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from opentinker.checkpoints import parse_ref
+from opentinker.checkpoints import parse_ref, policy_root
 from opentinker.config.job import parse_job
 from opentinker.config.servers import server_words
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
@@ -186,7 +186,7 @@ class ServerCare:
             | {"base_model": self._models.location(config.base_model)},
             lora=None if config.lora is None else config.lora.model_dump(mode="json"),
             seed=config.policy_seed,
-            checkpoint_root=str(_checkpoint_root(run_dir, whole.first_policy(server.name) if server.name else "")),
+            checkpoint_root=str(policy_root(run_dir / "checkpoints", whole.first_policy(server.name) if server.name else None)),
             log_path=str(server_folder(run_dir, server.name) / SERVER_LOG_NAME),
             start_from=self._start_folder(config.start_from),
             starts={address: self._start_folder(address) for key, address in whole.starts.items() if key != ("start_from",)},
@@ -210,12 +210,6 @@ class ServerCare:
         self._faults[server_id] = (self._named(server_id, cause), kind)
         self._metrics.server_failures.inc()
         self._journal.wake()
-
-
-def _checkpoint_root(run_dir: Path, policy: str) -> Path:
-    """Of the policy that a server begins with: the job's own, or one of its further policies, whichever server has them."""
-    root = run_dir / "checkpoints"
-    return root / "policies" / policy if policy else root
 
 
 def _kind_of(error: OpenTinkerError) -> FaultKind:

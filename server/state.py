@@ -143,7 +143,7 @@ class State:
         if policy == self.first:
             return root
         # A server beside the job's own began with one of the job's further policies: the others are beside that one.
-        return root.parent / policy if root.parent.name == policy_root(root, policy).parent.name else policy_root(root, policy)
+        return root.parent / policy if root.parent.name == "policies" else policy_root(root, policy)
 
     def check_room(self, policy: str, *, lora: bool) -> None:
         """Whether another policy can be created.

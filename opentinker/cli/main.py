@@ -6,6 +6,7 @@ import typer
 from typer.core import TyperGroup
 
 from opentinker.cli import (
+    arena,
     cancel,
     checkpoint,
     checkpoints,
@@ -63,7 +64,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for _module in (up, down, submit, train, ps, top, describe, logs, events, checkpoints, models, wait, stop, cancel, demo):
+for _module in (up, down, submit, train, ps, top, describe, logs, events, checkpoints, models, wait, stop, cancel, arena, demo):
     _name = _module.__name__.rpartition(".")[2]
     app.command(_name)(getattr(_module, _name))
 app.add_typer(env.env, name="env")

@@ -73,8 +73,8 @@ class Client:
         name: str = "",
         seed: int = 0,
         start_from: str = "",
-        servers: Mapping[str, FurtherServerConfig | Mapping[str, Any]] | None = None,
         checkpoints: Sequence[str] = (),
+        servers: Mapping[str, FurtherServerConfig | Mapping[str, Any]] | None = None,
         start_timeout_s: float = 1800.0,
     ) -> "Job":
         """Submit an interactive job and wait until its server is up. Time in the cluster's queue counts.
@@ -106,8 +106,8 @@ class Client:
             name=name,
             seed=seed,
             start_from=start_from,
-            servers=servers,
             checkpoints=tuple(checkpoints),
+            servers=servers,
         )
         return self._open(config, start_timeout_s)
 

@@ -88,7 +88,7 @@ class AgentConfig(Config):
 
     @model_validator(mode="after")
     def _one_player(self) -> "AgentConfig":
-        own = [name for name in ("lora", "algorithm", "optimizer", "sampling", "start_from") if getattr(self, name)]
+        own = [name for name in ("lora", "algorithm", "optimizer", "sampling", "start_from", "server") if getattr(self, name)]
         players = {
             f"the policy of '{self.policy}'": self.policy,
             f"the script {self.script}": self.script,
@@ -109,9 +109,9 @@ class AgentConfig(Config):
         """Of the fields that were given, those that say nothing of the player that was bound."""
         if self.checkpoint:
             return [name for name in own if name in ("algorithm", "optimizer", "start_from")]
-        if self.pool is not None:
+        if self.pool is not None:  # on the server of the agent whose past versions it has
             own = [name for name in own if name != "sampling"]
-        return own or [name for name in ("frozen", "server") if getattr(self, name)]
+        return own or (["frozen"] if self.frozen else [])
 
     @property
     def elsewhere(self) -> bool:

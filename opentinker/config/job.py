@@ -1,13 +1,13 @@
 """The configs of a job. A YAML file, a Python call and the scheduler's store all hold the same fields."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from opentinker.config.agents import Address, AgentConfig, TurnsConfig, bound_elsewhere, fields_of
+from opentinker.config.agents import Address, AgentConfig, TurnsConfig
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import Config, nearest, parse_config
@@ -36,10 +36,11 @@ from opentinker.config.server import (
 from opentinker.config.servers import (
     FurtherServerConfig,
     Servers,
+    check_places,
     check_servers,
     no_room,
     part_error,
-    policies_on,
+    places_on,
     whole_servers,
 )
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
@@ -68,6 +69,11 @@ class JobConfig(Config):
     engine: EngineConfig = EngineConfig()
     resources: Resources = Resources()
     scheduling: Scheduling = Scheduling()
+
+    @property
+    def own_policy(self) -> str | None:
+        """The agent that has the job's own policy; None where there are no agents."""
+        return None
 
     @property
     def starts(self) -> dict[tuple[str, ...], str]:
@@ -161,10 +167,6 @@ class JobConfig(Config):
         """Those beside its own, by name."""
         return {}
 
-    def server_of(self, policy: str | None) -> str:
-        """Which server has a policy, by the name that its checkpoints have; None is the job's own."""
-        return policy if policy is not None and policy in self.further_servers else ""
-
     def critic_on(self, server: str) -> LoraConfig | None:
         """The adapter of the critic beside the policy that a server beside the job's own begins with."""
         return None
@@ -189,6 +191,14 @@ class JobConfig(Config):
             except ConfigError as error:
                 raise part_error(name, error) from error
         return parts
+
+    def models_for_start(self, where: tuple[str, ...]) -> Collection[str]:
+        """The base models of which a checkpoint named there may be."""
+        return {self.base_model}
+
+    def model_of_policy(self, policy: str | None) -> str | None:
+        """The base model of its own policy (None) or of a further one; None if that is not known."""
+        return self.base_model
 
     @property
     def trainer_ranks(self) -> int:
@@ -242,13 +252,13 @@ class RLJobConfig(JobConfig):
     """Who plays which seat, for an environment of several agents: all of them learn in this one job."""
     turns: TurnsConfig = TurnsConfig()
     """With `agents`: what becomes of one that holds up the others."""
-    servers: Servers = Field(default_factory=dict)
-    """With `agents`: servers beside the job's own, by name, for those whose policies need another base model, or a server for
-    themselves. All of a job's servers start together or not at all."""
     coordinator: CoordinatorConfig | None = None
     """With `agents`: those that are not named here are driven by other processes, which meet at this environment server."""
     arena: ArenaConfig | None = None
     """With `agents`: they meet each other, past versions and reference players; None = they do not."""
+    servers: Servers = Field(default_factory=dict)
+    """With `agents`: servers beside the job's own, by name, for those whose policies need another base model, or a server for
+    themselves. All of a job's servers start together or not at all."""
     sinks: Sinks = ()
     """Where the metrics go besides the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, each with its own fields."""
 
@@ -264,7 +274,7 @@ class RLJobConfig(JobConfig):
         if isinstance(engine, EngineConfig):
             engine = engine.model_dump(include=engine.model_fields_set)
         if isinstance(agents, Mapping) and isinstance(engine, Mapping) and "max_adapters" not in engine:
-            count = policies_on(agents, "") + _arena_places(values.get("arena"), agents)
+            count = places_on(agents, "", values.get("arena"))
             if count > 1 and values.get("lora") is None:
                 raise ValueError(no_room(count, ""))
             return {**values, "engine": {**engine, "max_adapters": max(count, 1)}}
@@ -281,12 +291,12 @@ class RLJobConfig(JobConfig):
         if not self.agents:
             if self.turns != TurnsConfig():
                 raise ValueError("turns are those of several agents, and there are no agents")
-            if self.servers:
-                raise ValueError("servers are for several agents, and there are no agents")
             if self.coordinator is not None:
                 raise ValueError("coordinator is for agents, and there are none; name those that this job drives")
             if self.arena is not None:
                 raise ValueError("arena is for several agents, and there are no agents")
+            if self.servers:
+                raise ValueError("servers are for several agents, and there are no agents")
             return self
         if not any(agent.learns for agent in self.agents.values()):
             raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
@@ -296,20 +306,12 @@ class RLJobConfig(JobConfig):
             if agent.policy and agent.policy not in own:
                 what = "plays itself" if agent.policy == name else "is no agent with a policy of its own"
                 raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
-        learning = self.learners
         for name, pool in ((name, agent.pool) for name, agent in self.agents.items() if agent.pool):
-            if pool.of not in learning:
+            if pool.of not in self.learners:
                 what = "plays itself" if pool.of == name else "is no agent that learns"
-                raise ValueError(f"agents.{name}.pool.of: '{pool.of}' {what}; those are {', '.join(learning)}")
-        if (places := _arena_places(self.arena, self.agents)) and self.servers:
-            raise ValueError("arena.past: past versions meet on one server; with servers, set arena.past to 0")
-        taken = policies_on(self.agents, "")
-        if taken + places > self.engine.max_adapters:
-            raise ValueError(
-                f"arena.past={self.arena and self.arena.past} plays past versions, {places} at a time, and "
-                f"engine.max_adapters={self.engine.max_adapters} has room for the {taken} policies of agents only"
-            )
-        algorithms = {name: self.algorithm_of(name) for name in learning}
+                raise ValueError(f"agents.{name}.pool.of: '{pool.of}' {what}; those are {', '.join(self.learners)}")
+        check_places(self._as_server, self.servers, self.agents, self.arena)
+        algorithms = {name: self.algorithm_of(name) for name in self.learners}
         if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
             sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
             raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
@@ -344,14 +346,23 @@ class RLJobConfig(JobConfig):
         """The agents with policies of their own, server by server, the job's own first. The first on a server, one that learns
         if there is any, has the policy that the server begins with."""
         own = [name for name, agent in self.agents.items() if not (agent.policy or agent.elsewhere)]
-        places = {name: place for place, name in enumerate(["", *self.servers])}
-        return sorted(own, key=lambda name: (places.get(self.agents[name].server, len(places)), not self.agents[name].learns))
+        place = {server: place for place, server in enumerate(["", *self.servers])}
+        # Servers that are not there are refused elsewhere, in words.
+        order = {name: place.get(self.agents[name].server, len(place)) for name in own}
+        return sorted(own, key=lambda name: (order[name], not self.agents[name].learns))
+
+    def server_of(self, agent: str) -> FurtherServerConfig:
+        """What has the policy of an agent."""
+        server = self.agents[agent].server
+        return self.servers[server] if server else self._as_server
+
+    def lora_of(self, agent: str) -> LoraConfig | None:
+        """The adapter of an agent's policy; None: its full parameters."""
+        return self.agents[agent].lora or self.server_of(agent).lora
 
     @property
-    def _as_server(self) -> FurtherServerConfig:
-        return FurtherServerConfig(
-            base_model=self.base_model, lora=self.lora, engine=self.engine, trainer=self.trainer, resources=self.resources
-        )
+    def own_policy(self) -> str | None:
+        return self.policies[0] if self.agents else None
 
     @property
     def starts(self) -> dict[tuple[str, ...], str]:
@@ -371,10 +382,13 @@ class RLJobConfig(JobConfig):
             return self.lora
         return self.lora_of(policy) if policy in self.agents else "any"
 
-    def lora_of(self, agent: str) -> LoraConfig | None:
-        """The adapter of an agent's own policy; None if its server trains full parameters."""
-        server = self.agents[agent].server
-        return self.agents[agent].lora or (self.servers[server].lora if server else self.lora)
+    def models_for_start(self, where: tuple[str, ...]) -> Collection[str]:
+        return {self.server_of(where[1]).base_model if where[0] == "agents" else self.base_model}
+
+    def model_of_policy(self, policy: str | None) -> str | None:
+        if policy is None:
+            return self.base_model
+        return self.server_of(policy).base_model if policy in self.agents else None
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -385,6 +399,12 @@ class RLJobConfig(JobConfig):
             for found in (secrets_of(self.sinks), *models, self.environment.secrets)
             for variable, name in found.items()
         }
+
+    @property
+    def _as_server(self) -> FurtherServerConfig:
+        return FurtherServerConfig(
+            base_model=self.base_model, lora=self.lora, engine=self.engine, trainer=self.trainer, resources=self.resources
+        )
 
     @property
     def learners(self) -> list[str]:
@@ -430,15 +450,12 @@ class RLJobConfig(JobConfig):
             )
         return self
 
-    def server_of(self, policy: str | None) -> str:
-        return self.agents[policy].server if policy in self.agents else ""
-
     def critic_on(self, server: str) -> LoraConfig | None:
-        agent = self.first_policy(server)
-        return self.critic_of(agent) if agent in self.agents else None
+        first = self.first_policy(server)
+        return self.critic_of(first) if first else None
 
     def first_policy(self, server: str) -> str:
-        return next((name for name in self.policies if self.agents[name].server == server), server)
+        return next((name for name in self.policies if self.agents[name].server == server), "")
 
     @property
     def further_servers(self) -> Mapping[str, FurtherServerConfig]:
@@ -527,6 +544,7 @@ class InteractiveJobConfig(JobConfig):
     checkpoints: Annotated[tuple[Address, ...], Field(max_length=100)] = ()
     """Further checkpoints whose weights policies of this job may take (`PolicyClient.load_weights`), by their addresses, as in
     `start_from`; such as those that agents of a `MultiAgentTrainer` begin with."""
+
     servers: Servers = Field(default_factory=dict)
     """Servers beside the job's own, by name, each with a policy of its own. All of them start together or not at all."""
 
@@ -541,6 +559,14 @@ class InteractiveJobConfig(JobConfig):
 
     def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
         return "any" if where[0] == "checkpoints" else self.lora
+
+    def models_for_start(self, where: tuple[str, ...]) -> Collection[str]:
+        return {self.base_model, *(server.base_model for server in self.servers.values())}
+
+    def model_of_policy(self, policy: str | None) -> str | None:
+        if policy is None:
+            return self.base_model
+        return self.servers[policy].base_model if policy in self.servers else None
 
     @model_validator(mode="after")
     def _critic_judges_actions(self) -> "InteractiveJobConfig":
@@ -597,16 +623,6 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
-
-
-def _arena_places(arena: Any, agents: Mapping[str, Any]) -> int:
-    """Adapters beside those of the agents that an arena needs, its config validated or not."""
-    if arena is None:
-        return 0
-    found = arena if isinstance(arena, ArenaConfig) else parse_config(ArenaConfig, arena)
-    fields = [fields_of(agent) for agent in agents.values() if not bound_elsewhere(agent)]
-    learners = [agent for agent in fields if not (agent.get("frozen") or agent.get("checkpoint"))]
-    return 0 if not found.past else 1 if found.seats == "all" else len(learners)
 
 
 def _critic(algorithm: PolicyGradient) -> LoraConfig | None:

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from opentinker.config.agents import AgentConfig, bound_elsewhere, fields_of, places_of_pool
+from opentinker.config.agents import AgentConfig, bound_elsewhere, places_of_pool
+from opentinker.config.arena import places_of_arena
 from opentinker.config.base import Config
 from opentinker.config.resources import Resources
 from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig, with_whole_gpu
@@ -53,11 +54,11 @@ def whole_servers(values: Any) -> Any:
     if isinstance(engine := job.get("engine"), Mapping):
         # It is a matter of who plays on a server, which is another matter on each.
         job["engine"] = {name: value for name, value in engine.items() if name != "max_adapters"}
-    agents = values.get("agents")
-    return {**values, "servers": {name: _whole(name, job, given, agents) for name, given in servers.items()}}
+    agents, arena = values.get("agents"), values.get("arena")
+    return {**values, "servers": {name: _whole(name, job, given, agents, arena) for name, given in servers.items()}}
 
 
-def _whole(name: str, job: Mapping[str, Any], given: Any, agents: Any) -> Any:
+def _whole(name: str, job: Mapping[str, Any], given: Any, agents: Any, arena: Any) -> Any:
     fields = {} if given is None else _fields(given)
     if not isinstance(fields, Mapping):
         return given
@@ -69,9 +70,9 @@ def _whole(name: str, job: Mapping[str, Any], given: Any, agents: Any) -> Any:
             whole[section] = {**theirs, **own}
     engine = whole.get("engine", {})
     if isinstance(engine, Mapping) and isinstance(agents, Mapping) and "max_adapters" not in engine:
-        if (policies := policies_on(agents, name)) > 1 and whole.get("lora") is None:
-            raise ValueError(no_room(policies, name))
-        whole["engine"] = {**engine, "max_adapters": max(1, policies)}
+        if (places := places_on(agents, name, arena)) > 1 and whole.get("lora") is None:
+            raise ValueError(no_room(places, name))
+        whole["engine"] = {**engine, "max_adapters": max(1, places)}
     resources = whole.get("resources")
     return with_whole_gpu(whole) if isinstance(resources, Mapping) and resources.get("layout") == "split" else whole
 
@@ -84,18 +85,38 @@ def _fields(value: Any) -> Any:
 
 
 def policies_on(agents: Mapping[str, Any], server: str) -> int:
-    """How many policies agents, validated or not, have on a server, those of their pools' slots included; "" is the job's
-    own."""
+    """How many agents, validated or not, have policies of their own on a server; "" is the job's own."""
 
-    def home(agent: Any) -> str:
-        return str(fields_of(agent).get("server") or "")
+    def there(agent: Any) -> bool:
+        fields = _fields(agent)
+        return ((fields.get("server") or "") if isinstance(fields, Mapping) else "") == server
 
-    def of_pool(agent: Any) -> str:
-        pool = fields_of(agent).get("pool")
-        return str(pool.get("of") if isinstance(pool, Mapping) else getattr(pool, "of", ""))
+    return sum(not bound_elsewhere(agent) and there(agent) for agent in agents.values())
 
-    own = sum(not bound_elsewhere(agent) and home(agent) == server for agent in agents.values())
-    return own + sum(places_of_pool(agent) for agent in agents.values() if home(agents.get(of_pool(agent))) == server)
+
+def places_on(agents: Mapping[str, Any], server: str, arena: Any = None) -> int:
+    """How many policies a server has to have room for: those of agents, of pools and of an arena, validated or not."""
+    return policies_on(agents, server) + _slots_on(agents, server) + _past_on(arena, agents, server)
+
+
+def _slots_on(agents: Mapping[str, Any], server: str) -> int:
+    """Of pools: past versions are where the agent is that they are of."""
+
+    def there(agent: Any) -> bool:
+        pool = _fields(_mapping(_fields(agent)).get("pool"))
+        of = _mapping(_fields(agents.get(_mapping(pool).get("of", ""))))
+        return bool(pool) and (of.get("server") or "") == server
+
+    return sum(places_of_pool(agent) for agent in agents.values() if there(agent))
+
+
+def _past_on(arena: Any, agents: Mapping[str, Any], server: str) -> int:
+    here = {name: agent for name, agent in agents.items() if (_mapping(_fields(agent)).get("server") or "") == server}
+    return places_of_arena(arena, here)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def no_room(policies: int, server: str) -> str:
@@ -120,32 +141,52 @@ def check_servers(
     for server, config in names.items():
         here = [name for name, agent in agents.items() if agent.server == server and not bound_elsewhere(agent)]
         here.sort(key=lambda name: not agents[name].learns)
-        slots = policies_on(agents, server) - len(here)
-        _check_policies(server, config, {name: agents[name] for name in here}, slots)
+        _check_policies(server, config, {name: agents[name] for name in here})
 
 
-def _check_policies(server: str, config: FurtherServerConfig, agents: Mapping[str, AgentConfig], slots: int) -> None:
-    """The first of the agents has the policy that the server begins with; pools have this many slots there."""
+def _check_policies(server: str, config: FurtherServerConfig, agents: Mapping[str, AgentConfig]) -> None:
+    """The first of the agents has the policy that the server begins with."""
     at, what = (f"servers.{server}.", f"server '{server}'") if server else ("", "the job's own server")
     if not agents and server:
         raise ValueError(f"servers.{server}: no agent has a policy there; agents.NAME.server: {server} gives it one")
     if not agents:
         raise ValueError("agents: none has a policy on the job's own server; leave out the server of one")
     first, *others = agents
-    if config.lora is None and (others or slots):
-        raise ValueError(no_room(len(agents) + slots, server))
+    if config.lora is None and others:
+        raise ValueError(no_room(len(agents), server))
     if config.lora is None and agents[first].lora is not None:
         raise ValueError(f"agents.{first}.lora: {what} trains full parameters; set {at}lora")
     if agents[first].lora not in (None, config.lora):
         whose = "the job's own policy, so that its adapter is the job's" if not server else f"the first policy of {what}"
         raise ValueError(f"agents.{first} has {whose}: set {at}lora")
-    if len(agents) + slots > config.engine.max_adapters:
-        have = f"{len(agents)} policies" + (f" and pools {slots} slots" if slots else "") + (f" on {what}" if server else "")
-        raise ValueError(f"agents have {have}, and {at}engine.max_adapters is {config.engine.max_adapters}")
     for name in others:
         lora = agents[name].lora
         if lora is not None and config.lora is not None and lora.rank > config.lora.rank:
             raise ValueError(f"agents.{name}.lora.rank is above {at}lora.rank, the largest for which the server makes room")
+
+
+def check_places(
+    own: FurtherServerConfig, servers: Mapping[str, FurtherServerConfig], agents: Mapping[str, AgentConfig], arena: Any
+) -> None:
+    """Whether every server has room for the policies of agents, of pools and of the arena. `own` is the job's.
+
+    Raises:
+        ValueError: not so.
+    """
+    for server, config in {"": own, **servers}.items():
+        at, there = (f"servers.{server}.", f" on server '{server}'") if server else ("", "")
+        policies, slots, past = policies_on(agents, server), _slots_on(agents, server), _past_on(arena, agents, server)
+        room = config.engine.max_adapters
+        if config.lora is None and policies + slots + past > 1:
+            raise ValueError(no_room(policies + slots + past, server))
+        if policies + slots > room:
+            what = f"{policies} policies" + (f" and pools {slots} slots" if slots else "")
+            raise ValueError(f"agents have {what}{there}, and {at}engine.max_adapters is {room}")
+        if policies + slots + past > room:
+            raise ValueError(
+                f"arena.past={arena and arena.past} plays past versions{there}, {past} at a time, and "
+                f"{at}engine.max_adapters={room} has room for the {policies + slots} policies of agents only"
+            )
 
 
 def server_words(config: Mapping[str, Any], name: str) -> str:
@@ -154,9 +195,7 @@ def server_words(config: Mapping[str, Any], name: str) -> str:
     if not config.get("servers"):
         return ""
     agents = config.get("agents") or {}
-    here = ", ".join(
-        agent for agent, fields in agents.items() if not bound_elsewhere(fields) and fields.get("server", "") == name
-    )
+    here = ", ".join(agent for agent in agents if policies_on({agent: agents[agent]}, name))
     return (f"server '{name}'" if name else "the job's own server") + (f" ({here})" if here else "")
 
 

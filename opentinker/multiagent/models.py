@@ -29,14 +29,19 @@ class ChatModel:
     """One model of one server; `agent` is the seat it plays, which errors name. Its key is in no error and no log."""
 
     def __init__(self, agent: str, config: ChatModelConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """Raises: ConfigError when the variable that should hold the key is not set."""
+        """Raises: ConfigError when the variable that should hold the key is not set, or holds what cannot be sent."""
         self._agent = agent
         self._config = config
-        self._key = os.environ.get(config.api_key_variable, "") if config.api_key_secret else ""
+        self._key = os.environ.get(config.api_key_variable, "").strip() if config.api_key_secret else ""
         if config.api_key_secret and not self._key:
             raise ConfigError(
                 f"agents.{agent}.model: the variable {config.api_key_variable} is not set, which holds its API key",
                 hint=f"a submitted job gets it from your secret '{config.api_key_secret}'; here, set it in your environment",
+            )
+        if not self._key.isascii() or not self._key.isprintable():  # it would be repeated by who cannot send it
+            raise ConfigError(
+                f"agents.{agent}.model: what {config.api_key_variable} holds cannot be an API key",
+                hint="a key is one line of printable ASCII",
             )
         self._url = f"{config.url.rstrip('/')}/chat/completions"
         self._transport = transport

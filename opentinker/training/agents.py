@@ -1,8 +1,8 @@
 """The driver loop of several agents: games -> each agent's groups -> all updates side by side -> the next games.
 
 Phases are in step: no agent updates before all games of an iteration are over, and no game begins before all updates are
-published. Policies of one run are on one server or several. With a `Member` other agents are driven by other processes, and the
-phases and games are those of all.
+published. Policies are on one server or several; with a `Member` other agents are driven by other processes, and the phases and
+games are those of all.
 """
 
 import asyncio
@@ -129,8 +129,8 @@ class AgentsLoop(EpisodesLoop):
         recorder: Recorder,
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
-        steps: Sequence[int] = (0,),
         servers: Mapping[str, PlayedPolicy] | None = None,
+        steps: Sequence[int] = (0,),
     ) -> "AgentsLoop":
         """A loop on servers that run: makes the policies that are not there yet, asks for the tokenizers and the limits.
         `policy` is what the job's own server began with, `servers` what its others did. Where other processes drive other
@@ -150,7 +150,7 @@ class AgentsLoop(EpisodesLoop):
             loop = cls(
                 config, environment, policies, own.renderer, own.max_model_len, recorder, base_dir, sources, member, homes
             )
-            loop._opponents.pools = await open_pools(config, policies, lambda agent: partial(loop._plays, agent=agent))
+            loop._opponents.pools = await open_pools(config, policies, loop._plays)
             if member is not None:
                 loop.steps_done = await member.started()
             return loop
@@ -363,26 +363,20 @@ class AgentsLoop(EpisodesLoop):
 
     def _player(self, name: str, temperature: float | None) -> PolicyPlayer:
         trains = self.config.agents[name].learns
-        return self._plays(self._policies[name], _sampling(self.config, name), temperature, trains=trains, agent=name)
+        return self._plays(name, self._policies[name], _sampling(self.config, name), temperature, trains=trains)
 
     def _plays(
-        self,
-        policy: TrainablePolicy,
-        sampling: SamplingConfig,
-        temperature: float | None,
-        *,
-        agent: str,
-        trains: bool = False,
+        self, name: str, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
     ) -> PolicyPlayer:
-        """A player with a policy on the server of this agent's."""
+        """A policy on the server of an agent's, that agent's or a past version."""
         if temperature is not None:
             sampling = sampling.model_copy(update={"temperature": temperature})
-        home = self._homes.get(agent) or Home(self._renderer, self._max_model_len)
+        home = self._homes.get(name) or Home(self._renderer, self._max_model_len)
         params = SamplingParams(**sampling.model_dump(), stop_token_ids=home.renderer.stop_token_ids)
         deadline_s = self.config.rollout.generation_timeout_s
 
         async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
-            with lost_with(self.config, agent):
+            with lost_with(self.config, name):
                 return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
 
         async def upload(images: Sequence[Image]) -> Mapping[str, ImageChunk]:
@@ -413,10 +407,7 @@ class AgentsLoop(EpisodesLoop):
                 policy,
                 tuple(dict.fromkeys([*self._seats_of(name), *pools.get(name, ())])),
                 partial(
-                    self._plays,
-                    sampling=_sampling(self.config, name),
-                    temperature=self.config.evaluation.temperature,
-                    agent=name,
+                    self._plays, name, sampling=_sampling(self.config, name), temperature=self.config.evaluation.temperature
                 ),
                 self.config.lora_of(name),
                 past=name in self._learners,

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from opentinker.training.arena_report import arena_section, meetings
+from opentinker.training.arena_report import arena_section, later_section, meetings
 from opentinker.training.metrics import Row, why_stopped
 from opentinker.training.pools_report import pool_charts
 from opentinker.training.report import card_row, change, duration, page, small_charts, trained_part, transcripts
@@ -63,7 +63,7 @@ def render_agents_report(
     for metric in sorted({metric for row in steps for agent in row["agents"].values() for metric in agent["env"]}):
         body += _chart(f"{metric} in training", steps, metric, within="env")
     body += pool_charts(steps)
-    body += arena_section(rows)
+    body += arena_section(rows) + later_section(folder)
     body += small_charts(steps, (("seconds per step", "step_s"), ("failed episodes", "errors")))
     return page(name, subtitle, body + transcripts(talks, folder), config)
 

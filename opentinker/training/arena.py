@@ -178,11 +178,12 @@ class Arena:
         for when in earlier:
             async for casts, players in self._past(when):
                 played.append(await self._play(casts, {**standing, **players}, step))
-        results: PairResults = {}
-        for part in played:
-            results.update(part.results)
+        results = {pair: found for part in played for pair, found in part.results.items()}
         self._count(step, results, won=bool(self._player.won))
-        return self._row(step, results, played, time.monotonic() - started)
+        now_called = {entrant.agent: version(entrant, step) for entrant in self._entrants}
+        return cross_play_row(
+            step, self.tally, results, played, now_called, list(self._references), seconds=time.monotonic() - started
+        )
 
     async def _play(self, casts: list[tuple[str, Cast]], players: Mapping[str, SeatPlayer], step: int) -> Played:
         everywhere = self._config.seats == "all"
@@ -242,35 +243,6 @@ class Arena:
         self.tally.add(results)
         self.steps.append(step)
 
-    def _row(self, step: int, results: PairResults, played: Sequence[Played], seconds: float) -> Row:
-        row: Row = {
-            "kind": "cross_play",
-            "step": step,
-            "score": "won" if self.tally.won else "reward",
-            "results": results_to_json(results),
-            "matrix": _matrix(self.tally, results),
-            "anchor": self._anchor(),
-            "ratings": {name: rating.to_json() for name, rating in self.tally.ratings(self._anchor()).items()},
-            "rating": {},
-            "worst": {},
-            "games": sum(part.games for part in played),
-            "errors": sum(part.errors for part in played),
-            "tokens_sampled": sum(part.tokens for part in played),
-            "cross_play_s": seconds,
-        }
-        for entrant in self._entrants:
-            if (now := version(entrant, step)) in row["ratings"]:
-                row["rating"][entrant.agent] = row["ratings"][now]
-            if (worst := self.tally.worst(now, list(self._references))) is not None:
-                row["worst"][entrant.agent] = {"against": worst[0], **worst[1].to_json()}
-        checked: Row = finite(row)
-        return checked
-
-    def _anchor(self) -> str:
-        """Whose rating is 0."""
-        names = self.tally.names
-        return next((name for name in self._references if name in names), names[0] if names else "")
-
     def state(self) -> dict[str, Any]:
         """What `restore` takes."""
         return {**self.tally.to_json(), "steps": list(self.steps)}
@@ -283,6 +255,45 @@ class Arena:
         for row in later:
             if row["kind"] == "cross_play" and row["step"] not in self.steps:
                 self._count(row["step"], results_from_json(row["results"]), won=row["score"] == "won")
+
+
+def cross_play_row(
+    step: int,
+    tally: Tally,
+    results: PairResults,
+    played: Sequence[Played],
+    players: Mapping[str, str],
+    references: Sequence[str],
+    *,
+    seconds: float,
+) -> Row:
+    """The row of a meeting whose `results` are in the `tally` already. `players` are those whom it is about: what each is shown
+    as, and its name in the tally. The first reference player's rating is 0, or else that of who came first."""
+    names = tally.names
+    anchor = next((name for name in references if name in names), names[0] if names else "")
+    row: Row = {
+        "kind": "cross_play",
+        "step": step,
+        "score": "won" if tally.won else "reward",
+        "results": results_to_json(results),
+        "matrix": _matrix(tally, results),
+        "players": dict(players),
+        "anchor": anchor,
+        "ratings": {name: rating.to_json() for name, rating in tally.ratings(anchor).items()},
+        "rating": {},
+        "worst": {},
+        "games": sum(part.games for part in played),
+        "errors": sum(part.errors for part in played),
+        "tokens_sampled": sum(part.tokens for part in played),
+        "cross_play_s": seconds,
+    }
+    for shown, name in players.items():
+        if name in row["ratings"]:
+            row["rating"][shown] = row["ratings"][name]
+        if (worst := tally.worst(name, references)) is not None:
+            row["worst"][shown] = {"against": worst[0], **worst[1].to_json()}
+    checked: Row = finite(row)
+    return checked
 
 
 def version(entrant: Entrant, step: int) -> str:

@@ -4,12 +4,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from opentinker.training.heat_map import Shown, heat_map
 from opentinker.training.metrics import Row
 from opentinker.training.svg import Series, line_chart
 
+LATER = "arena"
+"""In a run's folder, the one of checkpoints that met after it."""
 _COLOURS = ("a", "b", "c")
 _STYLE = (
     "<style>svg{background:#fff}.grid{stroke:#e3e1dc}.tick{fill:#666e7a;font:12px sans-serif}.small{font-size:10px}"
@@ -25,22 +28,22 @@ def meetings(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["kind"] == "cross_play"]
 
 
-def arena_files(rows: Sequence[Row]) -> dict[str, str]:
+def arena_files(rows: Sequence[Row], title: str = "") -> dict[str, str]:
     """The files of a run that has such rows: `cross_play.json`, `.md` and `.svg`."""
     found = meetings(rows)
     if not found:
         return {}
     return {
         "cross_play.json": json.dumps(as_json(found), indent=1) + "\n",
-        "cross_play.md": as_markdown(found),
-        "cross_play.svg": as_picture(found),
+        "cross_play.md": as_markdown(found, title),
+        "cross_play.svg": as_picture(found, title),
     }
 
 
 def as_json(found: Sequence[Row]) -> dict[str, Any]:
     """All meetings, and the ratings after the last one."""
     last = found[-1]
-    kept = ("step", "matrix", "worst", "games", "errors")
+    kept = ("step", "score", "players", "matrix", "anchor", "ratings", "rating", "worst", "games", "errors")
     return {
         "score": last["score"],
         "anchor": last["anchor"],
@@ -49,13 +52,14 @@ def as_json(found: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def as_markdown(found: Sequence[Row]) -> str:
+def as_markdown(found: Sequence[Row], title: str = "") -> str:
     """The last meeting's table, the ratings over the run, and how the policies did against reference players."""
     last = found[-1]
+    title = title or f"Cross-play after {last['step']} steps"
     names, columns, cells = _table(last)
     what = "scores (1 won, 0 lost, 0.5 drawn)" if last["score"] == "won" else "mean rewards"
     parts = [
-        f"# Cross-play after {last['step']} steps\n\nRows against columns: {what}, with half the width of the 95% interval.\n",
+        f"# {title}\n\nRows against columns: {what}, with half the width of the 95% interval.\n",
         _markdown_table(
             ["", *columns],
             [
@@ -92,10 +96,10 @@ def as_markdown(found: Sequence[Row]) -> str:
     return "\n".join(parts)
 
 
-def as_picture(found: Sequence[Row]) -> str:
+def as_picture(found: Sequence[Row], title: str = "") -> str:
     """The last meeting's table as a heat map, and the ratings over the run, as one SVG file."""
     last = found[-1]
-    drawn = [(f"Rows against columns after {last['step']} steps", _heat(last))]
+    drawn = [(title or f"Rows against columns after {last['step']} steps", _heat(last))]
     if last["ratings"]:
         drawn.append((f"Elo by training step ({last['anchor']} = 0)", _curve(last)))
     parts, y, width = [], 10, 0
@@ -118,15 +122,16 @@ def as_picture(found: Sequence[Row]) -> str:
     )
 
 
-def arena_section(rows: Sequence[Row]) -> str:
+def arena_section(rows: Sequence[Row], title: str = "") -> str:
     """The part of a report; empty for a run without meetings."""
     found = meetings(rows)
     if not found:
         return ""
     last = found[-1]
     what = "1 won, 0 lost, 0.5 drawn" if last["score"] == "won" else "mean rewards"
+    title = title or f"Who beats whom after {last['step']} steps"
     body = (
-        f"<h2>Who beats whom after {last['step']} steps</h2><figure>{_heat(last)}"
+        f"<h2>{escape(title)}</h2><figure>{_heat(last)}"
         f"<figcaption>rows against columns: {what}, with half the width of the 95% interval</figcaption></figure>"
     )
     if last["ratings"]:
@@ -135,7 +140,7 @@ def arena_section(rows: Sequence[Row]) -> str:
             f"<h2>Elo over the run</h2><figure>{_curve(last)}<figcaption>by training step, {escape(last['anchor'])} has 0"
             f"{keys}</figcaption></figure>"
         )
-    if last["worst"]:
+    if last["worst"] and len(found) > 1:
         names = list(last["worst"])
         series = [
             Series(
@@ -149,6 +154,15 @@ def arena_section(rows: Sequence[Row]) -> str:
             "a best response may do better still</figcaption></figure>"
         )
     return body
+
+
+def later_section(folder: Path | None) -> str:
+    """As `arena_section`, of the checkpoints that met after the run, if its folder tells of some."""
+    path = None if folder is None else folder / LATER / "cross_play.json"
+    if path is None or not path.is_file():
+        return ""
+    rows = [{**row, "kind": "cross_play"} for row in json.loads(path.read_text(encoding="utf-8"))["meetings"]]
+    return arena_section(rows, "Checkpoints that met after the run")
 
 
 def rating_curves(row: Row) -> dict[str, list[tuple[float, float, float]]]:
@@ -186,7 +200,8 @@ def _legend(row: Row) -> list[tuple[str, str]]:
     if not row["ratings"]:
         return []
     agents = [(name, _COLOURS[place % len(_COLOURS)]) for place, name in enumerate(rating_curves(row))]
-    return agents + ([(", ".join(name for name, *_ in standing), "d")] if (standing := _standing(row)) else [])
+    standing = ", ".join(f"{name} {value:+.0f}" for name, value, _ in _standing(row))
+    return [*agents, *([(standing, "d")] if standing else [])]
 
 
 def _heat(row: Row) -> str:
@@ -195,15 +210,16 @@ def _heat(row: Row) -> str:
 
 
 def _table(row: Row) -> tuple[list[str], list[str], dict[tuple[str, str], Shown]]:
-    """Rows and columns of a meeting: the policies of now, and those whom they met."""
+    """Rows and columns of a meeting: those whom it is about, and those whom they met."""
     matrix: Mapping[str, Mapping[str, Any]] = row["matrix"]
     cells = {
         (name, other): Shown(found["mean"], (found["high"] - found["low"]) / 2)
         for name, others in matrix.items()
         for other, found in others.items()
     }
-    names = [name for name in matrix if name.endswith(f"@{row['step']}")] or list(matrix)
-    columns = list(dict.fromkeys(other for name in names for other in matrix[name]))
+    names = [name for name in row["players"].values() if name in matrix]
+    met = dict.fromkeys(other for name in names for other in matrix[name])
+    columns = [*(name for name in names if name in met), *(other for other in met if other not in names)]
     return names, columns, cells
 
 

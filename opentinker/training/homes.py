@@ -51,9 +51,10 @@ async def find_homes(
         if host not in policies.values():
             policies[name] = host
             continue
-        seed, critic = config.training.seed + place, config.critic_of(name)
         with _named(agent.server):
-            policies[name] = await host.create_policy(config.lora_of(name), name=name, seed=seed, critic=critic)
+            policies[name] = await host.create_policy(
+                config.lora_of(name), name=name, seed=config.training.seed + place, critic=config.critic_of(name)
+            )
     asked = {config.agents[name].server for name in policies}
     found = dict(zip(asked, await asyncio.gather(*(_home(name, hosts[name]) for name in asked)), strict=True))
     return policies, {name: found[config.agents[name].server] for name in policies}

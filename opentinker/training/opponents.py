@@ -16,8 +16,9 @@ from opentinker.multiagent.runner import Groups
 from opentinker.training.metrics import Row
 from opentinker.training.pools import PoolSeat, naming
 
-Plays = Callable[[Any, SamplingConfig, float | None], PolicyPlayer]
-"""(a policy, how it is sampled, an evaluation's temperature or None) -> a player that nobody trains on."""
+Plays = Callable[[str, Any, SamplingConfig, float | None], PolicyPlayer]
+"""(the agent on whose server it is, a policy, how it is sampled, an evaluation's temperature or None) -> a player that nobody
+trains on."""
 
 
 class Opponents:
@@ -93,8 +94,8 @@ async def take_starts(agents: Mapping[str, AgentConfig], policies: Mapping[str, 
                 await policy.load_weights(address)
 
 
-async def open_pools(config: RLJobConfig, policies: Mapping[str, Any], plays: Callable[[str], Plays]) -> dict[str, PoolSeat]:
-    """The seats of past versions: makes the policies of their slots. `plays` is by the agent whose past versions they are.
+async def open_pools(config: RLJobConfig, policies: Mapping[str, Any], plays: Plays) -> dict[str, PoolSeat]:
+    """The seats of past versions: makes the policies of their slots.
 
     Raises:
         OpenTinkerError: what the server reports; it names the agent.
@@ -110,7 +111,7 @@ async def open_pools(config: RLJobConfig, policies: Mapping[str, Any], plays: Ca
                 await policies[of].create_policy(lora, name=f"{seat}.{place}", seed=config.training.seed)
                 for place in range(agent.pool.places)
             ]
-        player = partial(_player, plays(of), sampling)
+        player = partial(_player, plays, of, sampling)
         training = config.training
         found[seat] = PoolSeat(
             seat, agent.pool, policies[of], slots, player, seed=training.seed, save_every=training.save_every
@@ -118,5 +119,5 @@ async def open_pools(config: RLJobConfig, policies: Mapping[str, Any], plays: Ca
     return found
 
 
-def _player(plays: Plays, sampling: SamplingConfig, policy: Any, temperature: float | None) -> PolicyPlayer:
-    return plays(policy, sampling, temperature)
+def _player(plays: Plays, of: str, sampling: SamplingConfig, policy: Any, temperature: float | None) -> PolicyPlayer:
+    return plays(of, policy, sampling, temperature)

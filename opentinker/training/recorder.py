@@ -107,6 +107,16 @@ class Recorder:
             file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
 
 
+def render_again(folder: Path, render: Render) -> None:
+    """Write the report of a finished run anew, from its files; nothing if one of them is not there."""
+    names = ("config.yaml", "metrics.jsonl", "summary.json")
+    if not all((folder / name).is_file() for name in names):
+        return
+    config, summary = yaml.safe_load((folder / names[0]).read_text()), json.loads((folder / names[2]).read_text())
+    rows, talks = standing_rows(_whole_lines(folder / names[1])), _whole_lines(folder / "transcripts.jsonl")
+    (folder / "report.html").write_text(render(config, rows, talks, summary, folder))
+
+
 def standing_rows(rows: Iterable[Row], resume_at: int | None = None) -> list[Row]:
     """The rows that count: those that a later `resumed` row, or one at `resume_at`, does not take back."""
     standing: list[Row] = []

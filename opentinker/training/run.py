@@ -83,11 +83,10 @@ def run_rl_job(
         further = {name: PolicyClient(**access) for name, access in (servers or {}).items()}
 
         def connect_agents(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
-            saved = agents_run.steps_saved or (0,)
-            return AgentsLoop.connect(job, environment, client, recorder, base_dir, steps=saved, servers=further)
+            steps = agents_run.steps_saved or (0,)
+            return AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further, steps=steps)
 
-        steps, folder = job.training.steps, Path(run_dir)
-        agents_run = _Run(job, steps, folder, listeners, resume, summarize_agents, render_agents_report)
+        agents_run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_agents, render_agents_report)
         return agents_run.drive(client, connect_agents, started, others=list(further.values()))
 
     def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:

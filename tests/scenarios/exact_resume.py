@@ -1,6 +1,6 @@
 """Kill a run with SIGKILL at random moments, let it resume, and compare with a run that was never interrupted, bit for bit.
 
-Usage: python tests/scenarios/exact_resume.py [--runs 4] [--steps 6] [--kinds lora full sft] [--seed 0]
+Usage: python tests/scenarios/exact_resume.py [--runs 4] [--steps 6] [--kinds lora full sft league] [--seed 0]
        ... --kinds vllm-lora vllm-full      on vLLM: one run records its samples, all others are given them
        ... --on-ray [--kill worker driver]  as a submitted job on a cluster; only the one process is killed
 Server and driver live in one process, which is killed as a whole; what goes on is a new server and a new driver on the run's
@@ -32,6 +32,8 @@ import random
 import time
 
 from opentinker.env.environment import Action, Environment, StepResult
+from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
+from opentinker.multiagent.protocol import Alternating
 
 
 class Counting(Environment):
@@ -55,6 +57,29 @@ class Counting(Environment):
         time.sleep(random.uniform(0.0, 0.01))
         reward = sum(letter in "aeiou" for letter in action.text) / 10
         return StepResult(observation="What is next?", reward=reward, done=self.turns == 2)
+
+
+class Vowels(MultiAgentEnvironment):
+    """Whoever says more vowels wins."""
+
+    agents = ("black", "white")
+    protocol = Alternating()
+
+    @classmethod
+    def held_out_tasks(cls):
+        return [{"number": number} for number in range(2)]
+
+    def reset(self, task):
+        self.said = {}
+        time.sleep(random.uniform(0.0, 0.01))
+        return {name: f"{name} {task}" for name in self.agents}
+
+    def step(self, agent, action: Action):
+        self.said[agent] = sum(letter in "aeiou" for letter in action.text)
+        if agent == "black":
+            return MultiStepResult()
+        ahead = self.said["black"] - self.said["white"]
+        return MultiStepResult({"black": ahead, "white": -ahead}, done=True)
 '''
 
 
@@ -73,11 +98,13 @@ def config_of(kind: str, model: Path, steps: int) -> dict[str, Any]:
         shared["training"]["batch_size"] = 4
         data = {"train": {"name": "chat.jsonl"}, "held_out": {"name": "chat.jsonl", "limit": 2}}
         return {**shared, "kind": "sft", "data": data, "evaluation": {"every": 3}}
+    pool = {"of": "black", "strategy": "pfsp", "every": 1, "size": 3, "slots": 2}
+    league = {"environment": {"name": "counting.py:Vowels"}, "agents": {"black": {}, "white": {"pool": pool}}}
     return {
         **shared,
         "kind": "rl",
-        "lora": {"rank": 4} if kind.endswith("lora") else None,
-        "environment": {"name": "counting.py:Counting"},
+        "lora": {"rank": 4} if kind.endswith("lora") or kind == "league" else None,
+        **(league if kind == "league" else {"environment": {"name": "counting.py:Counting"}}),
         "algorithm": {"group_size": 4},
         "sampling": {"max_tokens": 10},
         "rollout": {"groups_per_step": 2, "max_turns": 2},

@@ -36,6 +36,8 @@ STEP = AdamParams(learning_rate=1e-3, weight_decay=0.01)
 KINDS: list[dict[str, Any] | None] = [None, {"rank": 4}]
 BATCHES = [make_data(2, 4, seed=0), make_data(3, 3, seed=1), make_data(1, 1, seed=2), make_data(5, 1, seed=3)]
 """The third has data for one rank only."""
+EFFORT = {"passes", "pass_tokens_max", "computed_tokens"}
+"""What a batch took: packs are smaller where that keeps more ranks busy."""
 
 
 def start(model_dir: Path, *, timeout_s: float = 60.0, **more: Any) -> LeadTrainer:
@@ -87,7 +89,8 @@ def test_losses_gradients_and_parameters_are_those_of_one_rank(
     for data in BATCHES:
         mine, theirs = (trainer.forward_backward("p", data, PPO, 0.1) for trainer in (two, one))
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
-        assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5, abs=1e-5)
+        metrics = [{key: result.metrics[key] for key in result.metrics if key not in EFFORT} for result in (mine, theirs)]
+        assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-5)
         for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
         norms = [trainer.optim_step("p", STEP)["grad_norm"] for trainer in (two, one)]
@@ -438,17 +441,20 @@ def test_packs_fit_into_the_memory_of_the_rank_that_has_least(
     with pytest.raises(TooLargeError, match=r"with 0\.00 GiB to spare about 0 tokens of one sequence fit; nothing was"):
         two.check("p", data, PPO)
     cost = two._budget._costs["p", False, True]
+    monkeypatch.setattr(two._budget, "_free", free)
+    two.delete_policy("p")
+    create((two,), lora)
     _, reserve = two._pass_kind("p", scalar=False, trains=True)
     gathered = _GATHERED * two._ranks.layer_bytes(two._model) if lora is None else 0
     most = [max(cost.bytes(pass_shape(pack)) for pack in pack_data(data, tokens)) for tokens in (16, 64)]
     room = sum(most) / 2 / SHARE + reserve + gathered
     monkeypatch.setattr(two._budget, "_free", lambda device: room * two._ranks.count)
-    two.delete_policy("p")
-    create((two,), lora)
+    packs, tokens = two._plan("p", data, scalar=False, trains=True, together=1)
+    assert tokens < 64
+    assert len(packs) > len(pack_data(data, 64))
     for each in (data, BATCHES[2], []):
         mine, theirs = (trainer.forward_backward("p", each, PPO, 0.1) for trainer in (two, one))
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
-    assert 16 <= two._budget._used < 64
     mine, theirs = (trainer.optim_step("p", STEP)["grad_norm"] for trainer in (two, one))
     assert mine == pytest.approx(theirs, rel=1e-5)
     long = make_datum(np.random.default_rng(0), np.array([5]), 200)

@@ -219,6 +219,16 @@ async def test_an_agents_checkpoint_that_does_not_fit_is_refused_with_its_name(
     assert not [path for path in root.rglob("*") if path.parent.name == ".holds"], "nothing is left of it"
 
 
+async def test_the_agent_with_a_jobs_own_policy_is_said_to_be_that(world: Any) -> None:
+    duel = await world.service.submit("ann", playing({"black": {}, "white": {}}))
+    await world.service.cancel("ann", duel["id"])
+    save(duel, "final", 1, kind="lora")
+    agents = {"black": {}, "white": {"checkpoint": f"{duel['id']}/black/final"}}
+    with pytest.raises(ConfigError, match="'black' of job") as error:
+        await world.service.submit("ann", playing(agents))
+    assert error.value.hint == f"'black' has that job's own policy, whose checkpoints are {duel['id']}/final"
+
+
 async def test_another_users_checkpoint_does_not_exist_for_an_agent_either(world: Any) -> None:
     source = await ended(world, lora=LORA)
     save(source, "final", 1, kind="lora")

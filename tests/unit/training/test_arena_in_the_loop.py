@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import parse_config
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Action, Message
@@ -17,8 +18,10 @@ from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepRe
 from opentinker.multiagent.protocol import Simultaneous
 from opentinker.training.agents import AgentsLoop
 from opentinker.training.agents_report import render_agents_report, summarize_agents
+from opentinker.training.arena_report import LATER, arena_files
+from opentinker.training.checkpoint_arena import chosen, named, play_versions, versions
 from opentinker.training.progress import row_line
-from opentinker.training.recorder import Recorder
+from opentinker.training.recorder import Recorder, render_again
 from opentinker.training.sinks.base import scalars
 
 
@@ -100,7 +103,8 @@ def server(policy: Any) -> Any:
             return {"version": self.version, "driver": self.world.drivers[self.policy, name]}
 
         async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]:
-            self.logits = self.world.saved[policy or self.policy, name].copy()
+            source, _, name = f"{policy or self.policy}/{name}".rpartition("/") if "/" not in name else name.rpartition("/")
+            self.logits = self.world.saved[source, name].copy()
             return {"version": self.version}
 
     return lambda world: Served(world, "default", set())
@@ -309,3 +313,60 @@ async def test_games_of_three_have_no_winner_of_two(server, make_config, recorde
     agents: dict[str, Any] = {"ann": {}, "bob": {}, "eve": {}}
     with pytest.raises(ConfigError, match=r"arena.score 'won' is for games between two, and here are 3"):
         await connected(config(make_config, {"score": "won"}, agents), server(World()), recorder, Sum)
+
+
+def listed(policy: str | None, name: str) -> dict[str, Any]:
+    """A checkpoint as the scheduler lists it."""
+    return {"policy": policy, "name": name, "ref": f"ann/job-1/{policy or ''}/{name}@1"}
+
+
+SAVED = [
+    *(listed(None, name) for name in ("final", "arena-000004", "step-000004", "step-000002", "best", "arena-000000")),
+    *(listed("b", name) for name in ("final", "step-000002")),
+    listed("c", "final"),
+]
+
+
+def test_checkpoints_of_a_run_are_found_by_agent_and_step() -> None:
+    found = versions(parse_config(RLJobConfig, FIELDS), SAVED, 5)
+    assert [one.name for one in found] == ["a@0", "a@2", "a@4", "a@5", "a@best", "b@2", "b@5"], "c does not learn"
+    assert [one.name for one in chosen(found, 2)] == ["a@0", "a@5", "b@2", "b@5"]
+    assert [one.name for one in named(found, ["b@2", "a@best"])] == ["b@2", "a@best"]
+    with pytest.raises(ConfigError, match="the run has no checkpoint 'a@3'"):
+        named(found, ["a@3"])
+    assert [one.name for one in versions(parse_config(RLJobConfig, FIELDS), SAVED[:1], None)] == ["a@final"]
+
+
+async def test_checkpoints_of_a_finished_run_meet_on_a_server(server, make_config, tmp_path) -> None:
+    world = World()
+    wanted = config(make_config, ARENA)
+    fields = wanted.model_dump(mode="json")
+    recorder = Recorder(tmp_path / "whole", fields, summarize=summarize_agents, render=render_agents_report)
+    loop = await connected(wanted, server(world), recorder)
+    await loop.run(4)
+    summary = recorder.finish(wall_s=1.0, checkpoint=None)
+    saved = [
+        {"policy": None if policy == "default" else policy, "name": name, "ref": f"{policy}/{name}"}
+        for policy, name in world.saved
+    ]
+    playing = chosen(versions(wanted, saved, 4), 2)
+    assert [one.name for one in playing] == ["black@0", "black@4", "white@0", "white@4"]
+    settings = ArenaConfig(tasks=2, samples=2, references=("any",))
+    rows = [await play_versions(server(world), wanted, settings, load_environment(Larger), playing) for _ in range(2)]
+    matrices = [row["matrix"] for row in rows]
+    assert matrices[0] == matrices[1], "the same checkpoints and seed, the same games"
+    assert set(matrices[0]["black@4"]) == {"black@0", "white@0", "white@4", "any"}
+    assert matrices[0]["black@0"]["black@4"]["games"] == 2 * GAMES
+    assert rows[0]["anchor"] == "any"
+    assert set(rows[0]["worst"]) == {"black@0", "black@4", "white@0", "white@4"}
+    folder = recorder.folder / LATER
+    folder.mkdir()
+    for name, text in arena_files([rows[0]], "Checkpoints of job-1").items():
+        (folder / name).write_text(text)
+    assert (folder / "cross_play.md").read_text().startswith("# Checkpoints of job-1")
+    render_again(recorder.folder, render_agents_report)
+    page = (recorder.folder / "report.html").read_text()
+    assert "Checkpoints that met after the run" in page
+    assert "Who beats whom after 4 steps" in page
+    assert str(summary["steps"]) == "4"
+    render_again(tmp_path / "nowhere", render_agents_report)

@@ -350,6 +350,10 @@ def test_a_key_that_is_not_there_is_missed_before_anything_begins(monkeypatch: p
     with pytest.raises(ConfigError, match=r"agents\.white\.model: the variable OPENAI_API_KEY is not set"):
         Opponents(agents, None)
     Opponents({"white": AgentConfig.model_validate({"model": MODEL | {"api_key_secret": ""}})}, None)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-one\nsk-two")
+    with pytest.raises(ConfigError, match="cannot be an API key") as caught:
+        Opponents(agents, None)
+    assert "sk-" not in str(caught.value)
 
 
 POOL = {"pool": {"of": "a"}}
