@@ -1,15 +1,17 @@
 """Who plays the seats of a run beside its policies: scripts, models elsewhere, and past versions."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from opentinker.config.agents import AgentConfig
 from opentinker.config.job import RLJobConfig
+from opentinker.config.opponents import PoolConfig
 from opentinker.config.rollout import SamplingConfig
 from opentinker.env.load import load_function
-from opentinker.errors import CheckpointError
+from opentinker.errors import CheckpointError, NotFoundError
 from opentinker.multiagent.models import ChatModel
 from opentinker.multiagent.players import ModelPlayer, Player, PolicyPlayer, ScriptedPlayer, SeatPlayer
 from opentinker.multiagent.runner import Groups
@@ -108,8 +110,8 @@ async def open_pools(config: RLJobConfig, policies: Mapping[str, Any], plays: Pl
         lora, sampling = config.lora_of(of), agent.sampling or config.agents[of].sampling or config.sampling
         with naming(f"agents.{seat}.pool"):
             slots = [
-                await policies[of].create_policy(lora, name=f"{seat}.{place}", seed=config.training.seed)
-                for place in range(agent.pool.places)
+                await policies[of].create_policy(lora, name=name, seed=config.training.seed)
+                for name in _slots(seat, agent.pool)
             ]
         player = partial(_player, plays, of, sampling)
         training = config.training
@@ -117,6 +119,25 @@ async def open_pools(config: RLJobConfig, policies: Mapping[str, Any], plays: Pl
             seat, agent.pool, policies[of], slots, player, seed=training.seed, save_every=training.save_every
         )
     return found
+
+
+def _slots(seat: str, pool: PoolConfig) -> list[str]:
+    """The names of the policies that past versions are loaded into."""
+    return [f"{seat}.{place}" for place in range(pool.places)]
+
+
+async def delete_made(config: RLJobConfig, hosts: Mapping[str, Any]) -> None:
+    """Delete what an earlier loop made on these servers, by name ("" is the job's own), beside the policies they began with.
+
+    Raises:
+        OpenTinkerError: what a server reports, but for policies that are not there.
+    """
+    for server, host in hosts.items():
+        here = [name for name in config.policies if config.agents[name].server == server]
+        pools = {seat: agent.pool for seat, agent in config.agents.items() if agent.pool and agent.pool.of in here}
+        for name in [*here[1:], *(slot for seat, pool in pools.items() for slot in _slots(seat, pool))]:
+            with suppress(NotFoundError):
+                await host.delete_policy(name)
 
 
 def _player(plays: Plays, of: str, sampling: SamplingConfig, policy: Any, temperature: float | None) -> PolicyPlayer:

@@ -5,6 +5,7 @@ import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -15,10 +16,11 @@ from opentinker.config.job import JobConfig, PreferenceJobConfig, RLJobConfig, S
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
-from opentinker.errors import ConfigError
+from opentinker.errors import AgentLostError, ConfigError
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.metrics import Row, summarize
+from opentinker.training.opponents import delete_made
 from opentinker.training.preference import PreferenceLoop
 from opentinker.training.preference_report import render_preference_report, summarize_preference
 from opentinker.training.progress import row_line
@@ -78,16 +80,11 @@ def run_rl_job(
     job = parse_config(RLJobConfig, config)
     base_dir = Path(code_dir) if code_dir else None
     environment = checked_environment(job, base_dir)
-    client = PolicyClient(endpoint, token, policy)
     if job.agents:
-        further = {name: PolicyClient(**access) for name, access in (servers or {}).items()}
-
-        def connect_agents(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
-            steps = agents_run.steps_saved or (0,)
-            return AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further, steps=steps)
-
-        agents_run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_agents, render_agents_report)
-        return agents_run.drive(client, connect_agents, started, others=list(further.values()))
+        make = partial(_Run, job, job.training.steps, Path(run_dir), listeners)
+        access = {"": {"endpoint": endpoint, "token": token, "policy": policy}, **(servers or {})}
+        return _drive_agents(job, environment, make, access, base_dir, resume, started)
+    client = PolicyClient(endpoint, token, policy)
 
     def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
         return RLLoop.connect(job, environment, client, recorder, base_dir)
@@ -153,6 +150,45 @@ def _on_examples(
     return lambda client, recorder: connect(job, client, recorder, base_dir)
 
 
+def _drive_agents(
+    job: RLJobConfig,
+    environment: type[Environment],
+    make: Callable[[bool, Summarize, Render], "_Run"],
+    access: Mapping[str, Mapping[str, str]],
+    base_dir: Path | None,
+    resume: bool,
+    started: float,
+) -> dict[str, Any]:
+    """Drive a job of several agents; `access` is what clients of its servers take, by name, "" for its own. When the driver of
+    other agents is lost, and this one's servers are not, it goes back to its checkpoints and joins anew, as often as the job
+    may be restarted: its own scheduler may start that driver again."""
+    rejoins = 0
+    while True:
+        run = make(resume or rejoins > 0, summarize_agents, render_agents_report)
+        clients = {name: PolicyClient(**fields) for name, fields in access.items()}
+        own, further = clients[""], {name: client for name, client in clients.items() if name}
+
+        async def connect(
+            client: PolicyClient,
+            recorder: Recorder,
+            run: "_Run" = run,
+            further: Mapping[str, PolicyClient] = further,
+            again: bool = rejoins > 0,
+        ) -> Loop:
+            if again:
+                await delete_made(job, {"": client, **further})  # they are made anew, from their checkpoints
+            steps = run.steps_saved or (0,)
+            return await AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further, steps=steps)
+
+        try:
+            return run.drive(own, connect, started, others=list(further.values()))
+        except AgentLostError as lost:
+            if rejoins >= job.scheduling.max_restarts or not saved_steps(run.folder):
+                raise
+            rejoins += 1
+            logger.warning("joins anew (%d of %d): %s", rejoins, job.scheduling.max_restarts, lost)
+
+
 class _Run:
     """One run's folder, and the loop that fills it."""
 
@@ -169,6 +205,7 @@ class _Run:
         def log(row: Row) -> None:
             logger.info(row_line(row, steps))
 
+        self.folder = folder
         self._steps = steps
         self.steps_saved = saved_steps(folder) if resume else []
         """Those after which the run could go on."""

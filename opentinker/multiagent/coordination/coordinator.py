@@ -23,6 +23,7 @@ from opentinker.errors import (
     NotFoundError,
     OpenTinkerError,
     RateLimitedError,
+    UnavailableError,
     from_problem,
 )
 from opentinker.multiagent.coordination.channel import Channel, Words
@@ -126,8 +127,8 @@ class _Table:
                 self._told_end = True
                 log.warning("run=%s ended: %s", self.run.name, self.run.ended)
                 self.to_all(["failed", self.run.ended.to_problem()])
-            if self._playing is not None:
-                self._playing.cancel()
+                if self._playing is not None:
+                    self._playing.cancel()  # once: a second time would interrupt the closing of environments
         elif self.run.ready is not None:
             asked, self.run.ready = self.run.ready, None
             self._playing = asyncio.ensure_future(self._play(asked))
@@ -185,6 +186,7 @@ class Coordinator:
         self._desks: dict[str, _Desk] = {}
         self._ticking: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._stopped = False
 
     async def join(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A driver takes seats in a run, which begins with it if there is none of that name. Where another driver holds one of
@@ -194,14 +196,23 @@ class Coordinator:
             ConflictError: a seat is played by another driver, or the drivers do not agree.
             NotFoundError: the environment has no such agent.
             RateLimitedError: there are too many runs.
+            UnavailableError: the server is told to end.
             InvalidRequestError: something is missing.
         """
+        if self._stopped:
+            raise UnavailableError("the server is shutting down")
         try:
             driver, name, agents = str(body["driver"]), str(body["run"]), dict(body["agents"])
             terms, steps = dict(body["terms"]), [int(step) for step in body["steps"]]
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidRequestError(f"a driver joins with driver, run, agents, terms and steps: {error!r}") from error
-        if len(driver) < 16 or not name or not agents or not set(agents.values()) <= {"policy", "script"} or not steps:
+        if (
+            len(driver) < 16
+            or not 0 < len(name) <= 200
+            or not agents
+            or not set(agents.values()) <= {"policy", "script"}
+            or not steps
+        ):
             raise InvalidRequestError("a driver joins with an id of its own, a run's name, its agents and its steps")
         about, seats = self._describe()
         _check_environment(about, seats, agents, terms)
@@ -259,7 +270,8 @@ class Coordinator:
         return {"runs": [table.run.document(now) for table in self._tables.values()]}
 
     async def stop(self) -> None:
-        """End all runs."""
+        """End all runs, and take no more."""
+        self._stopped = True
         for table in self._tables.values():
             table.run.fail(AgentLostError(f"run '{table.run.name}': the coordinator shuts down"))
             table.follow()

@@ -102,8 +102,7 @@ class Member:
         """This driver has done its part of a phase; returns when all have.
 
         Raises:
-            AgentLostError: another driver is lost, and the detail says which, and why.
-            DeadlineError: one held up the others for too long.
+            AgentLostError: another driver is lost, or held up the others for too long; the detail says which, and why.
             OpenTinkerError: why the run has ended.
         """
         self._say(["finish", moment.iteration, moment.phase.value])
@@ -189,6 +188,8 @@ class Member:
             case ["gone", agents, cause]:
                 log.warning("run=%s goes on without %s: %s", self.run, ", ".join(agents), cause)
                 self.gone |= dict.fromkeys(agents, cause)
+                if set(agents) & set(self.agents):
+                    self._fail(AgentLostError(f"run '{self.run}' goes on without this driver: {cause}"))
             case ["failed", problem]:
                 self._fail(from_problem(problem))
             case _ if self._words is not None:

@@ -208,7 +208,7 @@ class SeatRunner:
 
         Raises:
             AgentLostError: another driver is lost.
-            DeadlineError: one is too late.
+            DeadlineError: an agent was too late, and `turns.on_late` is 'fail'.
             OpenTinkerError: why the run has ended; or a policy's server refuses or is lost.
         """
         asked = Round(self._kind, step, first_index, group_size, len(tasks), "")
@@ -263,7 +263,7 @@ class _Played:
                 case ["event", game, agent, event]:
                     self._games[game][0][agent].events.put_nowait(event_from_wire(event))
                 case ["ask", game, agent, turn, messages]:
-                    self._task(self._act(game, agent, turn, messages))
+                    self._task(self._act(game, agent, turn, messages, self._games[game][1]))
                 case ["over", game, aborted, again, environment_s]:
                     plays, _, ended = self._games.pop(game)
                     ended.set_result(again)
@@ -310,8 +310,8 @@ class _Played:
             self._on_game(episodes)
         file_game(groups, episodes, again=await again)
 
-    async def _act(self, game: str, agent: str, turn: int, messages: Sequence[Message]) -> None:
-        player, seeds = self._players[agent], self._games[game][1]
+    async def _act(self, game: str, agent: str, turn: int, messages: Sequence[Message], seeds: SeedOfTurn) -> None:
+        player = self._players[agent]
         assert isinstance(player, ScriptedPlayer | ModelPlayer)
         said = await spoken(player, messages, seeds(agent, turn), self._threads)
         answer = Answer("act", said) if isinstance(said, Action) else Answer("failed", error=said.error)

@@ -284,7 +284,7 @@ class CoordinatedRun:
         self._part(
             f"{_names(names)} held up the others {where} for {for_s:.3g} s",
             [name for one in drivers for name in one.agents],
-            DeadlineError,
+            AgentLostError,
             hint="turns.barrier_timeout_s is how long one may",
         )
         if self.ended is None:

@@ -25,6 +25,7 @@ from opentinker.multiagent.protocol import AgentProtocol, EnvironmentChooses, Fr
 from opentinker.multiagent.runner import GameRunner, Groups
 from opentinker.multiagent.seats import Seats
 from opentinker.rollout.trajectory import Run
+from opentinker.rollout.types import Episode
 
 
 @pytest.fixture(autouse=True)
@@ -50,32 +51,35 @@ def spelled(run: Run) -> Any:
     return str(run.kind), run.tokens.tolist(), run.sample and run.sample.logprobs.tolist()
 
 
+def record(episode: Episode) -> Any:
+    """Everything of an episode that does not depend on time."""
+    return (
+        episode.task,
+        episode.member,
+        str(episode.termination),
+        [spelled(run) for trajectory in episode.trajectories for run in trajectory.runs],
+        episode.messages,
+        episode.rewards,
+        episode.reward_without_turn,
+        episode.metrics,
+        sorted(episode.components.items()),
+        episode.error,
+    )
+
+
 def whole(groups: Groups) -> Any:
-    """Everything of the episodes that does not depend on time."""
+    """All of the groups; episodes that failed are filed in the order of their ends, which depends on time."""
     return {
         name: [
-            [
-                (
-                    kind,
-                    e.task,
-                    e.member,
-                    str(e.termination),
-                    [spelled(run) for trajectory in e.trajectories for run in trajectory.runs],
-                    e.messages,
-                    e.rewards,
-                    e.reward_without_turn,
-                    e.metrics,
-                    sorted(e.components.items()),
-                    e.error,
-                )
-                for kind, episodes in (("played", group.episodes), ("failed", group.failures))
-                for e in episodes
-            ]
-            + [(group.replaced, group.dropped)]
+            {
+                "played": [record(episode) for episode in group.episodes],
+                "failed": sorted((record(episode) for episode in group.failures), key=repr),
+                "counts": (group.replaced, group.dropped),
+            }
             for group in of_agent
         ]
         for name, of_agent in sorted(groups.items())
-    }  # fmt: skip
+    }
 
 
 async def both_ways(

@@ -13,7 +13,6 @@ from opentinker.env.environment import Action
 from opentinker.errors import (
     AgentLostError,
     ConflictError,
-    DeadlineError,
     InvalidRequestError,
     OpenTinkerError,
     ServerLostError,
@@ -144,7 +143,7 @@ def test_a_slow_update_is_late_only_when_somebody_waits_for_longer_than_is_allow
     run.tick(500.0 + BARRIER)
     assert run.ended is None
     run.tick(500.0 + BARRIER + 1)
-    assert isinstance(run.ended, DeadlineError)
+    assert isinstance(run.ended, AgentLostError)
     assert "'white' held up the others in update 0 for 31 s" in run.ended.detail
 
 

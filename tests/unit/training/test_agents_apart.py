@@ -208,7 +208,7 @@ async def test_who_holds_up_the_others_for_too_long_is_named(make_drivers, here)
     async with meeting(Digits) as place:
         here(place)
         white = asyncio.ensure_future(drivers.drive("white", 2))
-        with pytest.raises(DeadlineError, match=r"'white' held up the others in update 0 for .* s") as caught:
+        with pytest.raises(AgentLostError, match=r"'white' held up the others in update 0 for .* s") as caught:
             await drivers.drive("black", 2)
         assert "turns.barrier_timeout_s" in caught.value.hint
         white.cancel()
@@ -228,6 +228,26 @@ async def test_the_others_go_on_without_an_agent_that_is_lost_if_they_are_to(mak
     assert isinstance(red, TrainerError)
     assert (black.steps_done, white.steps_done) == (3, 3)
     assert black._member.gone == {"red": "the driver of 'red' is lost: the update of 'red': the loss is nan"}
+
+
+async def test_a_driver_without_which_the_others_go_on_hears_that(make_drivers, here) -> None:
+    drivers = make_drivers(Three, turns={"on_lost": "go_on", "on_late": "forfeit", "barrier_timeout_s": 2.0})
+    slow = asyncio.Event()
+    train = drivers.policies["red"].train_step
+
+    async def waits(*args: Any, **kwargs: Any) -> Any:
+        await slow.wait()
+        return await train(*args, **kwargs)
+
+    drivers.policies["red"].train_step = waits
+    async with meeting(Three) as place:
+        here(place)
+        red = asyncio.ensure_future(drivers.drive("red", 2))
+        others = await asyncio.gather(drivers.drive("black", 2), drivers.drive("white", 2))
+        slow.set()
+        with pytest.raises(AgentLostError, match="goes on without this driver: 'red' held up the others in update 0"):
+            await red
+    assert [loop.steps_done for loop in others] == [2, 2]
 
 
 async def test_drivers_that_do_not_agree_are_refused_with_both_values(make_drivers, here) -> None:

@@ -1,7 +1,8 @@
-"""The driver of one agent, in a process of its own, with a policy that lives in memory: URL AGENT RUN HANGS_IN FOLDER.
+"""The driver of one agent as its job runs it, in a process of its own, with a policy that lives in memory and is saved to
+files: URL AGENT RUN HANGS_IN FOLDER RESTARTS STEPS.
 
-Prints `hangs` when its policy hangs in a `sample` or `train_step`, and in the end a line of JSON: how many steps were done, and
-the error, if there is one."""
+Prints `hangs` when its policy hangs in a `sample` or `train_step` of the third step, and in the end a line of JSON: which steps
+stand, the policy's logits, and the error, if there is one. A folder in which it was before is gone on with."""
 
 import asyncio
 import importlib.util
@@ -10,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from opentinker.env.load import load_environment
+import numpy as np
+
+import opentinker.training.run as run_module
 from opentinker.errors import OpenTinkerError
-from opentinker.training.agents import AgentsLoop
-from opentinker.training.recorder import Recorder
+from opentinker.training.recorder import standing_rows
 
 
 def fakes() -> Any:
@@ -27,37 +29,84 @@ def fakes() -> Any:
     return module
 
 
-async def main(url: str, agent: str, run: str, hangs_in: str, folder: Path) -> None:
+def policy_class(base: Any, hangs_in: str, checkpoints: Path) -> Any:
+    class Kept(base):  # type: ignore[misc]
+        async def sample(self, *args: Any, **kwargs: Any) -> Any:
+            await self._hang("sample")
+            return await super().sample(*args, **kwargs)
+
+        async def train_step(self, *args: Any, **kwargs: Any) -> Any:
+            await self._hang("train_step")
+            return await super().train_step(*args, **kwargs)
+
+        async def _hang(self, where: str) -> None:
+            if where == hangs_in and self.version == 2:
+                print("hangs", flush=True)
+                await asyncio.sleep(3600)
+
+        async def save(self, name: str, *, driver: Any = None, keep_last: int | None = None) -> Any:
+            folder = checkpoints / f"{name}@{self.version}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "state.json").write_text(json.dumps([self.logits.tolist(), self.version, driver]))
+            (folder / "manifest.json").write_text("{}")
+            return {"path": str(folder)}
+
+        async def load(self, name: str) -> Any:
+            logits, self.version, driver = _saved(checkpoints, name)
+            self.logits = np.array(logits)
+            return {"version": self.version, "driver": driver}
+
+        async def close(self) -> None:
+            """As a client's."""
+
+    return Kept
+
+
+def _saved(checkpoints: Path, name: str) -> Any:
+    [folder] = checkpoints.glob(f"{name}@*")
+    return json.loads((folder / "state.json").read_text())
+
+
+def job(made: Any, steps: int, **fields: Any) -> Any:
+    """What all drivers are told alike."""
+    return made.job_config(
+        rollout={"groups_per_step": 8, "max_turns": 1},
+        evaluation={"at_start": False, "at_end": False},
+        training={"steps": steps, "save_every": 1, "optimizer": {"learning_rate": 1.0}},
+        **fields,
+    )
+
+
+def main(url: str, agent: str, run: str, hangs_in: str, folder: Path, restarts: int, steps: int) -> None:
     made = fakes()
-    policy = made.BanditPolicy()
-    if hangs_in:
-        call = getattr(policy, hangs_in)
+    policy = policy_class(made.BanditPolicy, hangs_in, folder / "checkpoints")
+    clients: list[Any] = []
 
-        async def hanging(*args: Any, **kwargs: Any) -> Any:
-            if policy.version < 1:  # all is well in the first step
-                return await call(*args, **kwargs)
-            print("hangs", flush=True)
-            await asyncio.sleep(3600)
+    def connect(*_: Any) -> Any:
+        clients.append(policy())
+        return clients[-1]
 
-        setattr(policy, hangs_in, hanging)
-    config = made.job_config(
+    run_module.PolicyClient = connect  # type: ignore[assignment, misc]
+    config = job(
+        made,
+        steps,
         environment={"name": url},
         agents={agent: {}},
         coordinator={"run": run},
-        algorithm={"group_size": 8},
-        rollout={"groups_per_step": 8, "max_turns": 1},
-        evaluation={"at_start": False, "at_end": False},
+        scheduling={"max_restarts": restarts},
     )
-    loop, error = None, None
+    error = None
     try:
-        recorder = Recorder(folder, config.model_dump(mode="json"))
-        loop = await AgentsLoop.connect(config, load_environment(url), policy, recorder)
-        await loop.run(4)
-        await loop.close()
+        again = folder.exists()
+        fields = config.model_dump(mode="json")
+        run_module.run_rl_job(fields, endpoint=url, token="", policy=agent, run_dir=folder, resume=again)
     except OpenTinkerError as caught:
         error = caught.to_problem()
-    print(json.dumps({"steps": loop.steps_done if loop else 0, "error": error}), flush=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    standing = [row["step"] for row in standing_rows(rows) if row["kind"] == "agents_step"]
+    logits = clients[-1].logits.tolist() if clients else None
+    print(json.dumps({"steps": standing, "logits": logits, "joined": len(clients), "error": error}), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:5], Path(sys.argv[5])))
+    main(*sys.argv[1:5], Path(sys.argv[5]), int(sys.argv[6]), int(sys.argv[7]))

@@ -1,5 +1,5 @@
-"""Drivers in processes of their own, on a real environment server: they train together, and hear of one that is killed within a
-game or an update."""
+"""Drivers in processes of their own, on a real environment server: one is killed within a game or an update, the other hears
+who, and both go on from their checkpoints."""
 
 import asyncio
 import json
@@ -10,57 +10,97 @@ from typing import Any
 
 import httpx
 import pytest
+from driving_process import fakes, job
 from hosting_tools import TOKEN, Hosted, Serve
 
 from opentinker.env.load import load_environment
+from opentinker.training.agents import AgentsLoop
+from opentinker.training.recorder import Recorder
 
 HERE = Path(__file__).parent
-PATIENCE_S = 90.0
+GAME = f"{HERE / 'hosted_games.py'}:Digits"
+PATIENCE_S = 120.0
 LEASE_S = 4.0
+STEPS = 4
 
 
-async def driver(there: Hosted, folder: Path, agent: str, run: str, hangs_in: str = "") -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(HERE / "driving_process.py"),
-        there.url,
-        agent,
-        run,
-        hangs_in,
-        str(folder / f"{run}-{agent}"),
-        stdout=asyncio.subprocess.PIPE,
-    )
+class Driver:
+    """A process that drives one agent."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls, there: Hosted, folder: Path, agent: str, run: str, *, hangs_in: str = "", restarts: int = 0
+    ) -> "Driver":
+        options = [there.url, agent, run, hangs_in, str(folder / f"{run}-{agent}"), str(restarts), str(STEPS)]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(HERE / "driving_process.py"), *options, stdout=asyncio.subprocess.PIPE
+        )
+        return cls(process)
+
+    async def kill_when_it_hangs(self) -> None:
+        assert self._process.stdout is not None
+        assert await asyncio.wait_for(self._process.stdout.readline(), PATIENCE_S) == b"hangs\n"
+        self._process.send_signal(signal.SIGKILL)
+        await self._process.wait()
+
+    async def said(self) -> Any:
+        """What it prints in the end."""
+        out, _ = await asyncio.wait_for(self._process.communicate(), PATIENCE_S)
+        return json.loads(out.splitlines()[-1])
 
 
-async def said(process: asyncio.subprocess.Process) -> Any:
-    """What a driver prints in the end."""
-    out, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
-    return json.loads(out.splitlines()[-1])
+async def in_one_process(folder: Path) -> list[Any]:
+    """The logits of both agents after all steps of a run that one process drives, and nobody kills."""
+    made = fakes()
+    black, white = made.BanditPolicy(), made.BanditPolicy()
+
+    async def create(*_: Any, **__: Any) -> Any:
+        return white
+
+    black.create_policy = create
+    config = job(made, STEPS, agents={"black": {}, "white": {}}, lora={"rank": 4})
+    recorder = Recorder(folder / "alone", config.model_dump(mode="json"))
+    loop = await AgentsLoop.connect(config, load_environment(GAME), black, recorder)
+    await loop.run(STEPS)
+    return [black.logits.tolist(), white.logits.tolist()]
 
 
-async def test_a_driver_that_is_killed_is_named_to_the_others_wherever_it_was(
+async def test_a_driver_that_is_killed_is_named_to_the_others_and_all_go_on_from_their_checkpoints(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENTINKER_ENV_TOKEN", TOKEN)
-    there = await serve(load_environment(f"{HERE / 'hosted_games.py'}:Digits"), lease_s=LEASE_S)
+    there = await serve(load_environment(GAME), lease_s=LEASE_S)
 
-    async def killed(where: str) -> Any:
-        black = await driver(there, tmp_path, "black", where)
-        white = await driver(there, tmp_path, "white", where, hangs_in=where)
-        assert white.stdout is not None
-        assert await asyncio.wait_for(white.stdout.readline(), PATIENCE_S) == b"hangs\n"
-        white.send_signal(signal.SIGKILL)
-        await white.wait()
-        return await said(black)
-
-    for told in await asyncio.gather(killed("sample"), killed("train_step")):
-        assert told["steps"] == 1
+    async def killed_in_a_game() -> None:
+        black = await Driver.start(there, tmp_path, "black", "game")
+        white = await Driver.start(there, tmp_path, "white", "game", hangs_in="sample")
+        await white.kill_when_it_hangs()
+        told = await black.said()
+        assert told["steps"] == [1, 2]
         assert told["error"]["code"] == "agent_lost"
         assert f"the driver of 'white' is lost: it gave no sign of life for {LEASE_S:g} s" in told["error"]["detail"]
+
+    async def killed_in_an_update() -> list[Any]:
+        """White is started again at once, and black joins anew by itself."""
+        black = await Driver.start(there, tmp_path, "black", "update", restarts=1)
+        white = await Driver.start(there, tmp_path, "white", "update", hangs_in="train_step")
+        await white.kill_when_it_hangs()
+        white = await Driver.start(there, tmp_path, "white", "update")
+        return [await black.said(), await white.said()]
+
+    alone = await in_one_process(tmp_path)
+    _, ended = await asyncio.gather(killed_in_a_game(), killed_in_an_update())
+    for driver, logits, joined in zip(ended, alone, (2, 1), strict=True):
+        assert driver == {"steps": [1, 2, 3, 4], "logits": logits, "joined": joined, "error": None}
+
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(base_url=there.url, headers=headers) as client:
-        shown = (await client.get("/coordinator/runs")).json()["runs"]
-        assert {run["run"]: run["state"] for run in shown}.items() >= {"sample": "ended", "train_step": "ended"}.items()
+        assert (await client.get("/coordinator/runs")).status_code == 200
         assert (await client.post("/coordinator/dance", content=b"\x80")).status_code == 404
         assert (await client.post("/coordinator/talk", content=b"\x80")).status_code == 400
+        assert (await client.post("/coordinator/alive", content=b"\x81\xa6driver\xa1x")).status_code == 404
+        assert (await client.post("/coordinator/join", content=b"\x80")).status_code == 400
     assert (await asyncio.to_thread(httpx.get, f"{there.url}/coordinator/runs")).status_code == 401
