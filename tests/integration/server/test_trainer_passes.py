@@ -109,6 +109,7 @@ def test_a_shared_prefix_is_a_repeated_prefix(
     found = []
     for shortest in (16, 1000):
         monkeypatch.setattr(prefixes, "MIN_PREFIX", shortest)
+        monkeypatch.setattr(prefixes, "MIN_SAVED", shortest)
         trainer = make_trainer(tiny_model_dir, pack_tokens=512)
         trainer.create_policy("p", PolicySpec(lora=lora, seed=3))
         trainer.forward_backward("p", make_data(), PPO, 0.1)

@@ -370,6 +370,7 @@ def test_packed_logprobs_and_gradients_are_those_of_the_models_own_forward_pass(
 ) -> None:
     """Gradients of every parameter, those of the vision tower among them; also of a picture in a prefix that prompts share."""
     monkeypatch.setattr(prefixes, "MIN_PREFIX", min_prefix)
+    monkeypatch.setattr(prefixes, "MIN_SAVED", min_prefix)
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(vlm_dir, dtype=torch.float32).eval()

@@ -39,6 +39,7 @@ def make_pack() -> Pack:
             data.append(Datum((TokenChunk(tokens),), tokens, {"weights": weights}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "MIN_PREFIX", 3)
+        patch.setattr(prefixes, "MIN_SAVED", 3)
         (pack,) = pack_data(data, 200)
     assert sorted(len(group.prefix) for group in pack.groups) == [0, 0, 0, 1, 1, 2, 2]
     return pack

@@ -1,6 +1,7 @@
 """Packing: every weighted target exactly once, predicted from exactly its own datum's tokens."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import permutations
 
 import numpy as np
@@ -44,12 +45,19 @@ def seen_tokens(pack: Pack, row: int) -> list[int]:
     return [int(t) for t in pack.tokens_T[rows[np.argsort(positions)]]]
 
 
-@pytest.fixture(autouse=True, params=[1, 16])
-def min_prefix(request: pytest.FixtureRequest) -> Iterator[int]:
-    """What is true of packs is true however short the prefixes are that prompts share."""
+@contextmanager
+def shared_from(length: int, saved: int = 1) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "MIN_PREFIX", request.param)
-        yield request.param
+        patch.setattr(prefixes, "MIN_PREFIX", length)
+        patch.setattr(prefixes, "MIN_SAVED", saved)
+        yield
+
+
+@pytest.fixture(autouse=True, params=[1, 8])
+def min_prefix(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is true of packs is true however short the prefixes are that prompts share."""
+    with shared_from(request.param):
+        yield
 
 
 @given(batches(), st.integers(1, 40))
@@ -104,7 +112,7 @@ def prompted(*prompts: list[int]) -> list[Datum]:
 SYSTEM, EXAMPLES = list(range(100, 120)), list(range(200, 220))
 
 
-def test_what_prompts_begin_with_is_laid_out_once_and_what_some_of_them_go_on_with_too(min_prefix: int) -> None:
+def test_what_prompts_begin_with_is_laid_out_once_and_what_some_of_them_go_on_with_too() -> None:
     more = [*SYSTEM, *EXAMPLES]
     (pack,) = pack_data(prompted([*SYSTEM, 7], [*more, 8], [*more, 9]), 1000)
     assert len(pack) == 20 + 20 + 3 + 6
@@ -118,11 +126,17 @@ def test_what_prompts_begin_with_is_laid_out_once_and_what_some_of_them_go_on_wi
     assert pack.sequence_tokens == 2 * (22 + 42 + 42)
 
 
-def test_a_short_prefix_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for shortest, rows in ((21, 2 * 23), (20, 2 * 23 - 20)):
-        monkeypatch.setattr(prefixes, "MIN_PREFIX", shortest)
+@pytest.mark.parametrize(("length", "saved", "rows"), [(20, 20, 2 * 23 - 20), (21, 1, 2 * 23), (1, 21, 2 * 23)])
+def test_a_prefix_that_is_short_or_saves_little_is_computed_again(length: int, saved: int, rows: int) -> None:
+    with shared_from(length, saved):
         (pack,) = pack_data(prompted([*SYSTEM, 7], [*SYSTEM, 8]), 1000)
-        assert len(pack) == rows
+    assert len(pack) == rows
+
+
+def test_where_all_have_too_little_in_common_some_may_have_more() -> None:
+    with shared_from(8):
+        (pack,) = pack_data(prompted([1, 2, *SYSTEM, 7], [1, 2, *SYSTEM, 8], [1, 3, *SYSTEM, 7], [1, 3, *SYSTEM, 8]), 1000)
+    assert [group.prefix_length for group in pack.groups] == [0, 22, 22, 0, 22, 22]
 
 
 def test_a_prompt_that_another_begins_with_keeps_its_last_token() -> None:
@@ -130,7 +144,7 @@ def test_a_prompt_that_another_begins_with_keeps_its_last_token() -> None:
     assert len(pack) == 19 + 1 + 2 + 2 + 2
 
 
-def test_a_prefix_of_more_than_fits_into_a_pack_is_repeated_in_each(min_prefix: int) -> None:
+def test_a_prefix_of_more_than_fits_into_a_pack_is_repeated_in_each() -> None:
     packs = pack_data(prompted(*([*SYSTEM, a] for a in range(5))), 20 + 2 * 3)
     assert [len(pack) for pack in packs] == [26, 26, 23]
     assert all(pack.tokens_T[:20].tolist() == SYSTEM for pack in packs)
@@ -145,8 +159,7 @@ def test_prefixes_that_continue_each_other_are_as_many_as_max_depth() -> None:
 
 
 def tokens_computed(data: list[Datum], pack_tokens: int, shortest: int) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "MIN_PREFIX", shortest)
+    with shared_from(shortest):
         return sum(map(len, pack_data(data, pack_tokens)))
 
 
