@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -333,6 +335,46 @@ async def test_no_more_requests_are_under_way_than_allowed_and_a_late_one_is_giv
     with pytest.raises(models.UnavailableError, match=r"no answer within 0\.01 s"):
         await hasty.ask([{"role": "user", "content": "x"}], 1)
     await hasty.close()
+
+
+class Real(BaseHTTPRequestHandler):
+    """Hangs up on the first request, is busy at the second, and then repeats what it was asked last."""
+
+    paths: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.paths.append(self.path)
+        if len(self.paths) == 1:
+            self.close_connection = True
+            return
+        answer = {"choices": [{"message": {"content": asked["messages"][-1]["content"].upper()}}]}
+        body = json.dumps(answer).encode() if len(self.paths) > 2 else b"busy"
+        self.send_response(200 if len(self.paths) > 2 else 503)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+async def test_a_real_server_is_asked_again_until_it_answers_and_one_that_is_away_is_named(with_model) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Real)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    agent = AgentConfig.model_validate({"model": MODEL | {"url": url, "retries": 3}})
+    assert agent.model is not None
+    model = models.ChatModel("white", agent.model)
+    try:
+        assert await model.ask([{"role": "user", "content": "b2?"}], 1) == "B2?"
+        assert Real.paths == ["/v1/chat/completions"] * 3
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+    with pytest.raises(models.UnavailableError, match=rf"the model 'gpt-small' at {url} did not answer: no connection"):
+        await model.ask([{"role": "user", "content": "b2?"}], 1)
+    await model.close()
 
 
 async def test_an_answer_that_is_no_completion_says_what_it_was(with_model) -> None:
