@@ -60,7 +60,7 @@ def versions(config: RLJobConfig, saved: Sequence[Mapping[str, Any]], last_step:
 
 
 def chosen(found: Sequence[Version], per_agent: int) -> list[Version]:
-    """Of each agent's numbered versions the first, the last, and others as evenly as it goes; and `final`, whatever its step."""
+    """Of each agent's numbered versions the first, the last, and others as evenly as it goes; and any `final`."""
     picked: list[Version] = []
     for agent in dict.fromkeys(version.agent for version in found):
         by_step = {version.step: version for version in found if version.agent == agent and version.step is not None}
