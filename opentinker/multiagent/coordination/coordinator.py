@@ -35,6 +35,8 @@ from opentinker.multiagent.seats import Seats
 
 MAX_RUNS = 256
 TICK_S = 0.2
+STALL_S = 1.0
+"""A look at the time that comes so much later than the one before: the process stood still."""
 LONGEST_WAIT_S = 30.0
 KEPT_S = 600.0
 """A driver that has not heard how its run ended can ask for so long."""
@@ -182,6 +184,8 @@ class Coordinator:
         self._sessions = sessions
         self._lease_s = lease_s
         self._clock = clock
+        self._looked_at = clock()
+        self._stood_still_s = 0.0
         self._tables: dict[str, _Table] = {}
         self._desks: dict[str, _Desk] = {}
         self._ticking: asyncio.Task[None] | None = None
@@ -218,7 +222,7 @@ class Coordinator:
         _check_environment(about, seats, agents, terms)
         if driver not in self._desks:
             await self._wait_for_seats(name, driver, agents)
-        now = self._clock()
+        now = self._now()
         if driver in self._desks:  # it asks again, or has asked twice at once
             self._desks[driver].table.run.alive(driver, now)
             return {"lease_s": self._lease_s}
@@ -249,7 +253,7 @@ class Coordinator:
             raise InvalidRequestError(f"a driver talks with heard, first and words: {error!r}") from error
         desk = self._seen(body)
         for word in desk.channel.take(message):
-            desk.table.said(desk, unpack(word), self._clock())
+            desk.table.said(desk, unpack(word), self._now())
         await desk.wait(wait_s)
         self._seen(body)
         heard, first, words = desk.channel.message()
@@ -266,7 +270,7 @@ class Coordinator:
 
     def runs(self) -> dict[str, Any]:
         """What there is to say of the runs."""
-        now = self._clock()
+        now = self._now()
         return {"runs": [table.run.document(now) for table in self._tables.values()]}
 
     async def stop(self) -> None:
@@ -286,7 +290,7 @@ class Coordinator:
                 "the coordinator does not know this driver",
                 hint="it was started anew, or the run is long over: start the drivers again, from their checkpoints",
             )
-        desk.seen_at = self._clock()
+        desk.seen_at = self._now()
         desk.table.run.alive(desk.driver, desk.seen_at)
         return desk
 
@@ -315,22 +319,34 @@ class Coordinator:
 
     def _start(self) -> None:
         if self._ticking is None or self._ticking.done():
+            self._looked_at = self._clock()
             self._ticking = asyncio.ensure_future(self._tick())
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            now = self._clock()
-            for name, table in list(self._tables.items()):
-                table.run.tick(now)
-                table.follow()
-                if table.run.over and all(desk.left or now - desk.seen_at > KEPT_S for desk in table.desks.values()):
-                    del self._tables[name]
-                    self._close(table.close())
-            for driver, desk in list(self._desks.items()):
-                gone = desk.table.run.drivers.get(driver) is None and now - desk.seen_at > KEPT_S
-                if gone or (desk.table.run.over and now - desk.seen_at > KEPT_S):
-                    del self._desks[driver]
+            self.look()
+
+    def look(self) -> None:
+        """Look at the time, as happens several times a second: end leases, find who is late, forget what is over."""
+        seen = self._clock()
+        if (gap := seen - self._looked_at) > STALL_S:  # nobody can be blamed for what this process did not hear meanwhile
+            self._stood_still_s += gap - TICK_S
+        self._looked_at = seen
+        now = self._now()
+        for name, table in list(self._tables.items()):
+            table.run.tick(now)
+            table.follow()
+            if table.run.over and all(desk.left or now - desk.seen_at > KEPT_S for desk in table.desks.values()):
+                del self._tables[name]
+                self._close(table.close())
+        for driver, desk in list(self._desks.items()):
+            if (desk.table.run.over or driver not in desk.table.run.drivers) and now - desk.seen_at > KEPT_S:
+                del self._desks[driver]
+
+    def _now(self) -> float:
+        """The time, without that for which this process stood still."""
+        return self._clock() - self._stood_still_s
 
     def _close(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

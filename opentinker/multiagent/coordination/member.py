@@ -69,6 +69,7 @@ class Member:
         """Of the games that are played now."""
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = threading.Event()
+        self._left = False
 
     async def join(self, terms: Mapping[str, Any], steps: Sequence[int]) -> None:
         """Take the seats. `terms` is what all drivers must agree on, `steps` after which ones this driver could go on.
@@ -127,8 +128,9 @@ class Member:
 
     async def leave(self, cause: BaseException | None = None) -> None:
         """Say goodbye, and why, if it is no end in order. Never raises; what is not heard in time is left to the lease."""
-        if self._closed.is_set():
+        if self._left:
             return
+        self._left = True
         self._closed.set()
         if self._failed is None and self._tasks:
             self._say(["leave", None if cause is None else _as_error(cause).to_problem()])
@@ -255,6 +257,11 @@ class Member:
                     continue
                 if response.status_code == 404:  # the event loop hears of it, too
                     return
+            if self._beats and not self._left:  # the event loop was closed, by a program that has done what it wanted
+                self._channel.say(pack(["leave", None]))
+                message = self._channel.message()._asdict() | {"driver": self._driver}
+                with contextlib.suppress(httpx.HTTPError):  # then the lease ends
+                    http.post(f"{self._url}{PATH}/talk", content=pack(message))
 
 
 @contextlib.asynccontextmanager

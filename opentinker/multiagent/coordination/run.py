@@ -147,8 +147,7 @@ class CoordinatedRun:
         if round_.kind == "train" and self.barrier.moment != Moment(round_.step - 1, Phase.ROLLOUT):
             self.fail(ConflictError(f"the driver of {mine} asks for {round_}; all are in {self.barrier.moment}"))
             return
-        for agent, after in list(self._finished.items()):
-            self._part(f"the driver of '{agent}' left {after}", [agent], ConflictError)
+        self._part_with_finished()
         if self.ended is not None:
             return
         for other in self.drivers.values():
@@ -178,6 +177,8 @@ class CoordinatedRun:
             self.fail(error)
             return
         self._tell_moment(before)
+        if self.barrier.moment == before:
+            self._part_with_finished()
 
     def leave(self, driver: str, cause: OpenTinkerError | None) -> None:
         """The driver leaves: in order, or because of `cause`."""
@@ -291,6 +292,11 @@ class CoordinatedRun:
             for one in drivers:
                 self.drivers.pop(one.id, None)
             self._go_on_without()
+
+    def _part_with_finished(self) -> None:
+        """Somebody waits for those who have left in order."""
+        for agent, after in list(self._finished.items()):
+            self._part(f"the driver of '{agent}' left {after}", [agent], ConflictError)
 
     def _lose(self, mine: Driver, cause: str) -> None:
         del self.drivers[mine.id]

@@ -188,6 +188,10 @@ def test_a_driver_that_has_done_all_its_steps_leaves_in_order_and_the_others_hea
     run.open("black", a_round(1), 1.0)
     assert isinstance(run.ended, ConflictError)
     assert "the driver of 'white' left in order in rollout 0" in run.ended.detail
+    other = begun()
+    other.leave("white", None)
+    other.finish("black", Moment(0, Phase.ROLLOUT), 1.0)
+    assert "the driver of 'white' left in order in rollout 0" in str(other.ended)
     calm = begun()
     for name in calm.seats:
         calm.leave(name, None)

@@ -339,6 +339,11 @@ async def test_a_driver_that_is_started_anew_takes_its_seat_when_the_lease_of_th
         ({"coordinator": {"run": "duel"}}, "coordinator.url is missing"),
         ({"coordinator": {"run": ""}}, "coordinator.run"),
         ({"agents": {}, "coordinator": {"run": "duel"}}, "coordinator is for agents"),
+        ({"coordinator": {"run": "duel", "url": "http://x"}, "arena": {"past": 0}}, "arena needs all agents in one process"),
+        (
+            {"coordinator": {"run": "duel", "url": "http://x"}, "algorithm": {"max_resamples": 2}},
+            "max_resamples must be 0 with a coordinator",
+        ),
         ({"turns": {"on_lost": "go_on"}}, "on_lost 'go_on' takes on_late 'forfeit'"),
         ({"turns": {"barrier_timeout_s": 0}}, "turns.barrier_timeout_s"),
     ],

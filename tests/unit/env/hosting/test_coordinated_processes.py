@@ -14,6 +14,10 @@ from driving_process import fakes, job
 from hosting_tools import TOKEN, Hosted, Serve
 
 from opentinker.env.load import load_environment
+from opentinker.errors import ConflictError
+from opentinker.multiagent.coordination.member import Member
+from opentinker.multiagent.phases import Moment, Phase
+from opentinker.multiagent.seats import identity_of
 from opentinker.training.agents import AgentsLoop
 from opentinker.training.recorder import Recorder
 
@@ -104,3 +108,28 @@ async def test_a_driver_that_is_killed_is_named_to_the_others_and_all_go_on_from
         assert (await client.post("/coordinator/alive", content=b"\x81\xa6driver\xa1x")).status_code == 404
         assert (await client.post("/coordinator/join", content=b"\x80")).status_code == 400
     assert (await asyncio.to_thread(httpx.get, f"{there.url}/coordinator/runs")).status_code == 401
+
+
+async def test_a_program_that_has_ended_its_event_loop_has_left_in_order(serve: Serve) -> None:
+    """As an interactive job's does when it is completed; its lease would last for a minute."""
+    game = load_environment(GAME)
+    there = await serve(game, lease_s=60.0)
+    terms = {f"environment.{key}": value for key, value in identity_of(game, {}).items()}
+    joined = asyncio.Event()
+
+    def program(loop: asyncio.AbstractEventLoop) -> None:
+        with asyncio.Runner() as runner:
+            member = Member(there.url, TOKEN, "duel", {"black": "policy"})
+            runner.run(member.join(terms, [0]))
+            loop.call_soon_threadsafe(joined.set)
+            assert runner.run(member.started()) == 0
+
+    white = Member(there.url, TOKEN, "duel", {"white": "policy"})
+    running = asyncio.create_task(asyncio.to_thread(program, asyncio.get_running_loop()))
+    await joined.wait()
+    await white.join(terms, [0])
+    assert await white.started() == 0
+    await running
+    with pytest.raises(ConflictError, match="the driver of 'black' left in order"):
+        await asyncio.wait_for(white.finish(Moment(0, Phase.ROLLOUT)), PATIENCE_S)
+    await white.leave()

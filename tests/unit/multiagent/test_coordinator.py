@@ -1,0 +1,113 @@
+"""The coordinator's own time, and how it ends."""
+
+from typing import Any
+
+import pytest
+from coordination_tools import Place
+from test_games import Relay
+
+from opentinker.config.agents import TurnsConfig
+from opentinker.config.rollout import RolloutConfig
+from opentinker.env.frames import pack
+from opentinker.errors import ConflictError, InvalidRequestError, NotFoundError, UnavailableError
+from opentinker.multiagent.coordination.coordinator import KEPT_S, Coordinator
+
+LEASE_S = 20.0
+
+
+class Time:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def joining(place: Place, agent: str, **changes: Any) -> dict[str, Any]:
+    terms = place.terms(RolloutConfig(), TurnsConfig())
+    asked = {"driver": f"the-driver-of-{agent}", "run": "duel", "agents": {agent: "policy"}, "terms": terms, "steps": [0]}
+    return asked | changes
+
+
+@pytest.fixture
+def place() -> Any:
+    made = Place(Relay)
+    made.coordinator._clock = made.time = Time()  # type: ignore[attr-defined]
+    made.coordinator._looked_at = made.time.now  # type: ignore[attr-defined]
+    made.coordinator._lease_s = LEASE_S
+    made.coordinator._start = lambda: None  # type: ignore[method-assign]
+    return made
+
+
+def state(coordinator: Coordinator) -> Any:
+    [run] = coordinator.runs()["runs"]
+    return run["state"], run["cause"]
+
+
+async def test_nobody_is_lost_because_the_server_stood_still(place) -> None:
+    coordinator, time = place.coordinator, place.time
+    for agent in ("black", "white"):
+        await coordinator.join(joining(place, agent))
+    time.now += 500.0
+    coordinator.look()
+    assert state(coordinator) == ("running", "")
+    for _ in range(30):
+        time.now += 0.9
+        coordinator.alive({"driver": "the-driver-of-black"})
+        coordinator.look()
+    ended, cause = state(coordinator)
+    assert ended == "ended"
+    assert "the driver of 'white' is lost: it gave no sign of life for 20 s" in cause
+
+
+async def test_what_is_over_is_forgotten_after_a_while(place) -> None:
+    coordinator, time = place.coordinator, place.time
+    for agent in ("black", "white"):
+        await coordinator.join(joining(place, agent))
+    for _ in range(int(LEASE_S + KEPT_S) + 10):
+        time.now += 0.95
+        coordinator.look()
+    for _ in range(100):
+        time.now += 0.95
+        coordinator.look()
+    assert coordinator.runs() == {"runs": []}
+    with pytest.raises(NotFoundError, match="does not know this driver"):
+        coordinator.alive({"driver": "the-driver-of-black"})
+
+
+async def test_a_server_that_ends_tells_its_drivers_and_takes_no_more(place) -> None:
+    coordinator = place.coordinator
+    await coordinator.join(joining(place, "black"))
+    await coordinator.stop()
+    assert state(coordinator) == ("ended", "run 'duel': the coordinator shuts down")
+    with pytest.raises(UnavailableError):
+        await coordinator.join(joining(place, "white"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"driver": "short"}, InvalidRequestError, "an id of its own"),
+        ({"agents": {}}, InvalidRequestError, "its agents"),
+        ({"agents": {"red": "policy"}}, NotFoundError, "Relay has no agent 'red'"),
+        ({"agents": {"black": "ghost"}}, InvalidRequestError, "its agents"),
+        ({"steps": []}, InvalidRequestError, "its steps"),
+        ({"run": "x" * 201}, InvalidRequestError, "a run's name"),
+        ({"terms": {}}, ConflictError, "environment.name: None for 'black', 'Relay' on the server"),
+    ],
+)
+async def test_odd_ways_to_join_are_refused(place, changes: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        await place.coordinator.join(joining(place, "black", **changes))
+    assert place.coordinator.runs() == {"runs": []}
+
+
+async def test_a_driver_that_talks_nonsense_ends_its_run_with_that_cause(place) -> None:
+    coordinator = place.coordinator
+    for agent in ("black", "white"):
+        await coordinator.join(joining(place, agent))
+    talk = {"driver": "the-driver-of-black", "heard": 0, "first": 1, "words": [pack(["dance"])]}
+    await coordinator.talk(talk)
+    assert state(coordinator) == ("ended", "there is no such word: ['dance']")
+    with pytest.raises(InvalidRequestError):
+        await coordinator.talk({"driver": "the-driver-of-white"})
+    await coordinator.stop()
