@@ -25,7 +25,7 @@ from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import parse_config
 from opentinker.config.job import RLJobConfig, parse_job
 from opentinker.env.load import load_environment
-from opentinker.errors import ConfigError
+from opentinker.errors import ConfigError, EnvironmentLoadError
 from opentinker.training.agents_report import render_agents_report
 from opentinker.training.arena_report import LATER, arena_files, as_json, as_markdown
 from opentinker.training.checkpoint_arena import Version, chosen, named, play_versions, versions
@@ -135,7 +135,12 @@ def _play(
     environment: str | None,
 ) -> Row:
     name = environment or config.environment.name
-    loaded = load_environment(name)
+    try:
+        loaded = load_environment(name)
+    except EnvironmentLoadError as error:
+        if environment:
+            raise
+        raise EnvironmentLoadError(error.detail, hint=f"--environment says what '{name}' is called here") from error
     err.print(f"{len(playing)} checkpoints play: {', '.join(version.name for version in playing)}; waiting for a server")
     engine = config.engine.model_copy(update={"max_adapters": len(playing) + 1, "lora_serving": "auto"})
     with client.create_job(

@@ -11,7 +11,7 @@ from opentinker.config.base import Config, Count, parse_config
 
 class ArenaConfig(Config):
     """Players meet before the first step, every so many steps and after the last one: the policies of now, past versions of
-    them, and reference players that stay the same."""
+    them, and reference players that stay the same. Policies are sampled as their agents are, at `evaluation.temperature`."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """They meet every this many steps, too; 0 = only at start and end."""

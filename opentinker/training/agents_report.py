@@ -8,7 +8,7 @@ from typing import Any
 from opentinker.training.arena_report import arena_section, later_section, meetings
 from opentinker.training.metrics import Row, why_stopped
 from opentinker.training.pools_report import pool_charts
-from opentinker.training.report import card_row, change, duration, page, small_charts, trained_part, transcripts
+from opentinker.training.report import card_row, change, duration, page, trained_part, training_charts, transcripts
 from opentinker.training.svg import Series, line_chart, number
 
 _COLOURS = ("a", "b", "c")
@@ -64,7 +64,9 @@ def render_agents_report(
         body += _chart(f"{metric} in training", steps, metric, within="env")
     body += pool_charts(steps)
     body += arena_section(rows) + later_section(folder)
-    body += small_charts(steps, (("seconds per step", "step_s"), ("failed episodes", "errors")))
+    for agent_name in sorted({name for row in steps for name in row["agents"]}):
+        own = [{"step": row["step"], **row["agents"][agent_name]} for row in steps if agent_name in row["agents"]]
+        body += f"<h2>Training of {escape(agent_name)}</h2>{training_charts(own)}"
     return page(name, subtitle, body + transcripts(talks, folder), config)
 
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -197,10 +197,12 @@ class Arena:
                     await entrant.policy.save(snapshot(step))
         now = {version(entrant, step): entrant.player(entrant.policy) for entrant in self._entrants}
         standing: dict[str, SeatPlayer] = {**self._references, **self._fixed, **now}
-        played = [await self._play(self._now(step), standing, step)]
+        seen: set[tuple[str, ...]] = set()
+        played = [await self._play(self._now(step), standing, step, seen)]
         for when in earlier:
-            async for casts, players in self._past(when):
-                played.append(await self._play(casts, {**standing, **players}, step))
+            async with aclosing(self._past(when)) as past:  # a game that fails gives back the places of past versions
+                async for casts, players in past:
+                    played.append(await self._play(casts, {**standing, **players}, step, seen))
         results = {pair: found for part in played for pair, found in part.results.items()}
         self._count(step, results, won=bool(self._player.won))
         now_called = {entrant.agent: version(entrant, step) for entrant in self._entrants}
@@ -208,12 +210,21 @@ class Arena:
             step, self.tally, results, played, now_called, list(self._references), seconds=time.monotonic() - started
         )
 
-    async def _play(self, casts: list[tuple[str, Cast]], players: Mapping[str, SeatPlayer], step: int) -> Played:
+    async def _play(
+        self,
+        casts: list[tuple[str, Cast]],
+        players: Mapping[str, SeatPlayer],
+        step: int,
+        seen: set[tuple[str, ...]],
+    ) -> Played:
+        """Arrangements that are in `seen` were played before in this meeting, such as those against a frozen policy."""
         everywhere = self._config.seats == "all"
         homes = {
             version(entrant, step): self._seats if everywhere else entrant.homes for entrant in self._entrants if entrant.past
         }
-        return await self._player.play(matches(self._seats, homes, casts), players, step)
+        wanted = [match for match in matches(self._seats, homes, casts) if tuple(match.seating.values()) not in seen]
+        seen.update(tuple(match.seating.values()) for match in wanted)
+        return await self._player.play(wanted, players, step)
 
     def _now(self, step: int) -> list[tuple[str, Cast]]:
         """Those against whom the policies of now play without any past version."""
@@ -228,7 +239,7 @@ class Arena:
         seated = {seat: version(entrant, step) for entrant in self._entrants for seat in entrant.homes}
         return {seat: seated.get(seat, seat) for seat in self._seats}
 
-    async def _past(self, when: int) -> AsyncIterator[tuple[list[tuple[str, Cast]], dict[str, SeatPlayer]]]:
+    async def _past(self, when: int) -> AsyncGenerator[tuple[list[tuple[str, Cast]], dict[str, SeatPlayer]], None]:
         """The versions after an earlier step, as many at a time as the arrangement of the seats needs."""
         learners = [entrant for entrant in self._entrants if entrant.past]
         if self._config.seats == "all":

@@ -60,11 +60,12 @@ def versions(config: RLJobConfig, saved: Sequence[Mapping[str, Any]], last_step:
 
 
 def chosen(found: Sequence[Version], per_agent: int) -> list[Version]:
-    """Of each agent's numbered versions the first, the last, and others as evenly as it goes."""
+    """Of each agent's numbered versions the first, the last, and others as evenly as it goes; and any `final`."""
     picked: list[Version] = []
     for agent in dict.fromkeys(version.agent for version in found):
         by_step = {version.step: version for version in found if version.agent == agent and version.step is not None}
         picked += [by_step[step] for step in spread(sorted(step for step in by_step if step is not None), per_agent)]
+        picked += [one for one in found if one.agent == agent and one.step is None and one.label == FINAL]
     return picked
 
 

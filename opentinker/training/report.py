@@ -144,6 +144,14 @@ def _curves(rows: Sequence[Row]) -> str:
     label = "held-out exact" if measure == "exact" else "held-out reward"
     main.append(Series(label, "c", points(held_out, measure), widths))
     keys = "".join(f'<i class="key {s.css}"></i>{s.label}' for s in main if s.points)
+    return (
+        f"<h2>Learning curve</h2><figure>{line_chart(main, low=0.0)}"
+        f"<figcaption>by training step {keys}</figcaption></figure>{training_charts(steps)}"
+    )
+
+
+def training_charts(steps: Sequence[Row]) -> str:
+    """Small curves of how a policy's training goes."""
     small: tuple[tuple[str, str], ...] = (
         ("engine/trainer mismatch (KL)", "mismatch_kl_mean"),
         ("gradient norm", "grad_norm"),
@@ -154,10 +162,7 @@ def _curves(rows: Sequence[Row]) -> str:
     )
     if any(r.get("value_loss") is not None for r in steps):
         small += (("value loss", "value_loss"), ("variance that the critic explains", "explained_variance"))
-    return (
-        f"<h2>Learning curve</h2><figure>{line_chart(main, low=0.0)}"
-        f"<figcaption>by training step {keys}</figcaption></figure>{small_charts(steps, small)}"
-    )
+    return small_charts(steps, small)
 
 
 def small_charts(steps: Sequence[Row], charts: Sequence[tuple[str, str]]) -> str:

@@ -108,4 +108,9 @@ def test_what_cannot_meet_is_said(live: Any, finished: dict[str, Any], asked: li
     empty = live.submit(**AGENTS)
     none = run(live, empty["id"])
     assert (none.exit_code, "has saved no checkpoint of an agent that learns" in none.stderr) == (1, True)
+    live.client().cancel(empty["id"])
+    elsewhere = live.reach(live.submit(**{**AGENTS, "environment": {"name": "mine/game.py:Game"}}), "RUNNING")
+    save(elsewhere, "final", 4)
+    unknown = run(live, elsewhere["id"])
+    assert (unknown.exit_code, "--environment says what 'mine/game.py:Game' is called here" in unknown.stderr) == (1, True)
     assert asked == []

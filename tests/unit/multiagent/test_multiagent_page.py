@@ -71,7 +71,7 @@ def test_the_configs_parse() -> None:
         job = parse_config(RLJobConfig, fields | yaml.safe_load(text))
         alone = ["white"] if job.coordinator else ["black"]
         assert job.policies == (alone if job.coordinator or job.agents["white"].elsewhere else ["black", "white"])
-    for file, adapters in (("gomoku_duel.yaml", 2), ("gomoku_league.yaml", 3)):
+    for file, adapters in (("gomoku_duel.yaml", 3), ("gomoku_league.yaml", 3)):
         assert prepare(ROOT / "configs" / file).config.engine.max_adapters == adapters
 
 

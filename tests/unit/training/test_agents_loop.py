@@ -245,6 +245,7 @@ async def test_a_run_has_a_page_a_line_and_scalars(make_policy, make_config, rec
     page = render_agents_report(config(make_config).model_dump(mode="json"), rows, [], summary)
     assert "mean reward of white" in page
     assert "exact in training" in page
+    assert page.count("<h3>gradient norm</h3>") == 2, "each agent's"
     assert row_line(rows[0], 3).startswith("held-out reward black 0.")
     assert "reward black" in row_line(rows[1], 3)
     assert {"train/agents/black/reward_mean", "train/agents/white/grad_norm"} <= set(scalars(rows[1]))

@@ -14,7 +14,7 @@ from opentinker.config.base import parse_config
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Action, Message
 from opentinker.env.load import load_environment
-from opentinker.errors import ConfigError, EngineError, EpisodesFailedError
+from opentinker.errors import ConfigError, EngineError, EpisodesFailedError, TrainerError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import Simultaneous
 from opentinker.training.agents import AgentsLoop
@@ -198,6 +198,7 @@ async def test_in_own_seats_policies_meet_only_those_of_the_other_seats(server, 
     await loop.run(3)
     last = met(recorder)[-1]
     assert set(last["matrix"]["black@3"]) == {"white", "any", "five"}
+    assert last["games"] == 3 * GAMES, "white is as it was, so that past casts bring no other games"
     assert last["matrix"]["black@3"]["white"]["games"] == GAMES
 
 
@@ -236,6 +237,23 @@ async def test_a_meeting_without_a_usable_game_says_whose(server, make_config, r
     policy.made["white"].broken = EngineError("out of memory")
     with pytest.raises(EpisodesFailedError, match=r"no game of black@0 as black, white@0 as white could be used: .*out of mem"):
         await loop.run(1)
+
+
+async def test_a_game_that_fails_gives_back_the_places_of_past_versions(server, make_config, recorder) -> None:
+    policy = server(World())
+    loop = await connected(config(make_config, ARENA), policy, recorder)
+    await loop.run(2)
+    make = policy.create_policy
+
+    async def broken(lora: Any, **fields: Any) -> Any:
+        slot = await make(lora, **fields)
+        slot.broken = TrainerError("the server is gone")
+        return slot
+
+    policy.create_policy = broken
+    with pytest.raises(TrainerError, match="the server is gone"):
+        await loop.run(1)
+    assert policy.lives == {"default", "white"}
 
 
 async def test_the_run_has_a_table_a_picture_a_part_of_the_page_and_lines(server, make_config, recorder) -> None:
@@ -332,7 +350,8 @@ def test_checkpoints_of_a_run_are_found_by_agent_and_step() -> None:
     assert [one.name for one in named(found, ["b@2", "a@best"])] == ["b@2", "a@best"]
     with pytest.raises(ConfigError, match="the run has no checkpoint 'a@3'"):
         named(found, ["a@3"])
-    assert [one.name for one in versions(parse_config(RLJobConfig, FIELDS), SAVED[:1], None)] == ["a@final"]
+    alone = versions(parse_config(RLJobConfig, FIELDS), SAVED[:1], None)
+    assert [one.name for one in chosen(alone, 2)] == ["a@final"], "also where no row tells its step"
 
 
 async def test_checkpoints_of_a_finished_run_meet_on_a_server(server, make_config, tmp_path) -> None:
