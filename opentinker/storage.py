@@ -90,7 +90,7 @@ class Storage:
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(self._key(folder), detail=True)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return set()
             return {str(each["name"]).rstrip("/").rpartition("/")[2] for each in found if each["type"] == "directory"}
 

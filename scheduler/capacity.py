@@ -16,6 +16,8 @@ from opentinker.scheduler.placement import Allocation, Demand, Node, Request
 _TOLERANCE = 1e-6
 """Fractions are multiples of 0.0001; sums of them carry rounding errors far below."""
 Allowed = Callable[[int], bool]
+MOST_TRIES = 2000
+"""How many places of bundles are tried for one job at most, in one pass over the queue."""
 
 
 class Capacity:
@@ -85,8 +87,44 @@ class Capacity:
     def place(self, request: Request, allowed: Allowed | None = None) -> list[int] | None:
         """Take room for all bundles, and return their nodes' numbers; None, and nothing taken, when one does not fit.
 
-        Large bundles first, each on the node that it leaves fullest, at best where an earlier one of the job is.
+        Large bundles first, each on the node that it leaves fullest, at best where an earlier one of the job is. Three or more
+        can fit although that finds no room: then other ways are tried, a bounded number of them.
         """
+        chosen = self._place_in_turn(request, allowed)
+        if chosen is None and len(request) > 2 and (found := self.copy()._search(request, allowed)) is not None:
+            for number, demand in zip(found, request, strict=True):
+                self.take(number, demand)
+            return found
+        return chosen
+
+    def _search(self, request: Request, allowed: Allowed | None) -> list[int] | None:
+        """Any way to place all bundles; of nodes that are alike, one is tried. Leaves them taken."""
+        order = sorted(range(len(request)), key=lambda p: request[p], reverse=True)
+        chosen, tries = [0] * len(request), MOST_TRIES
+
+        def fit(depth: int) -> bool:
+            nonlocal tries
+            if depth == len(order):
+                return True
+            demand = request[order[depth]]
+            seen = set()
+            for number in [n for n in self._candidates(demand) if allowed is None or allowed(n)]:
+                rooms = tuple(sorted(self._rooms.get(number, {}).values()))
+                like = (self._whole[number], self._slots[number], self._unknown[number], rooms)
+                if like in seen or not tries:
+                    continue
+                seen.add(like)
+                tries -= 1
+                self.take(number, demand)
+                if fit(depth + 1):
+                    chosen[order[depth]] = number
+                    return True
+                self.release(number, demand)
+            return False
+
+        return chosen if fit(0) else None
+
+    def _place_in_turn(self, request: Request, allowed: Allowed | None) -> list[int] | None:
         placed: list[tuple[int, Demand]] = []
         chosen = [0] * len(request)
         for position in sorted(range(len(request)), key=lambda p: request[p], reverse=True):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markdown import Markdown
 
 from opentinker.cli.common import (
     DEFAULT_STATE_DIR,
@@ -98,7 +97,7 @@ def arena(
     if as_json_:
         print_json(as_json([row]))
     else:
-        out.print(Markdown(as_markdown([row], title)))
+        out.print(as_markdown([row], title), markup=False, soft_wrap=True)
         out.print(f"saved: {folder}", soft_wrap=True)
 
 

@@ -148,9 +148,17 @@ def print_json(document: Any) -> None:
 
 
 def without_token(job: dict[str, Any]) -> dict[str, Any]:
-    """The job as it may be shown: a terminal's history is no place for its policy's token."""
-    server = job.get("server")
-    return {**job, "server": {k: v for k, v in server.items() if k != "token"}} if server else job
+    """The job as it may be shown: a terminal's history is no place for its policies' tokens."""
+    shown = dict(job)
+    if job.get("server"):
+        shown["server"] = _untold(job["server"])
+    if job.get("servers"):
+        shown["servers"] = {name: _untold(server) for name, server in job["servers"].items()}
+    return shown
+
+
+def _untold(server: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in server.items() if name != "token"}
 
 
 def ago(then: float | None, now: float) -> str:

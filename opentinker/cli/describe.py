@@ -31,7 +31,7 @@ def describe(
     key: KeyOption = None,
     state_dir: StateDirOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Show a job's state, why it waits or ended, its server, events and resolved config. Its policy's token is not shown.
+    """Show a job's state, why it waits or ended, its servers, events and resolved config. Its policy's token is not shown.
 
     --json prints the job as one document, with its events.
     """
@@ -51,6 +51,8 @@ def describe(
     _section("events", Text("\n").join(event_line(event) for event in events))
     if job["server"]:
         _section("server", Text(_yaml(job["server"])))
+    for name, server in job.get("servers", {}).items():
+        _section(f"server {name}", Text(_yaml(server)))
     _section("config", Text(_yaml(job["config"])))
 
 

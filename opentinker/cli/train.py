@@ -1,7 +1,7 @@
 """`opentinker train`: the same job, driven by this process."""
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -77,8 +77,12 @@ def train(
             seed=job.training.seed,
             start_from=job.start_from,
             checkpoints=[address for where, address in job.starts.items() if where != ("start_from",)],
+            servers={
+                name: server.model_copy(update={"critic": job.critic_on(name)}) for name, server in job.further_servers.items()
+            },
         ) as hosted:
             drive = _DRIVERS[type(job)]
+            further: dict[str, Any] = {"servers": hosted.servers} if hosted.servers else {}
             with Progress(job.name or job.default_name(), job.training.steps) as progress, hosted.explained():
                 summary = drive(
                     job.model_dump(mode="json"),
@@ -88,6 +92,7 @@ def train(
                     run_dir=runs_dir / hosted.id,
                     code_dir=code_dir,
                     listeners=(progress,),
+                    **further,
                 )
             out.print(f"report: {summary['report']}", soft_wrap=True)
             out.print(f"checkpoint: {summary['checkpoint']}", soft_wrap=True)

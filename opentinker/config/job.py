@@ -578,6 +578,9 @@ class InteractiveJobConfig(JobConfig):
     def further_servers(self) -> Mapping[str, FurtherServerConfig]:
         return self.servers
 
+    def critic_on(self, server: str) -> LoraConfig | None:
+        return self.servers[server].critic
+
     @property
     def policy_head(self) -> Literal["lm", "scalar"]:
         return self.head

@@ -96,11 +96,14 @@ class TrainerConfig(Config):
     dtype: Dtype = "bfloat16"
     """Type of weights and activations, in trainer and engine. Master weights and optimizer state are float32 always. `float16`
     is for GPUs without bfloat16: gradients are scaled, and a step whose gradients do not fit is skipped."""
-    pack_tokens: Annotated[int, Field(ge=16)] = 1024
+    pack_tokens: Annotated[int, Field(ge=16)] = 2048
     """Tokens in one packed forward pass. A group that does not fit is split."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the layers until the backward pass, which then computes the rest again: less memory for a pack,
     so longer ones fit, for more time. The numbers are the same, bit for bit."""
+    compile: bool = False
+    """Compile the model's layers with torch.compile: half a minute or so in the first step, for faster ones after it. It takes
+    a C++ compiler on CPU, Triton on CUDA. Fused kernels round less often, so that in bfloat16 the numbers differ a little."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit`: moments in a byte each, in blocks with a scale: 2 bytes per trained parameter in place of 8, for slower
     steps."""
@@ -122,6 +125,8 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _shared_out_among_several(self) -> "TrainerConfig":
+        if self.compile and self.ranks > 1:
+            raise ValueError(f"compile is for one rank, and ranks is {self.ranks}; set compile to false")
         if self.shard_base and self.ranks == 1:
             raise ValueError("shard_base shares out the base model among ranks, and there is one; set ranks to 2 or more")
         return self

@@ -29,6 +29,9 @@ class FurtherServerConfig(Config):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     resources: Resources = Resources()
+    critic: LoraConfig | None = None
+    """Of an interactive job: the adapter of a critic beside the server's policy, for PPO. In an `rl` job the algorithms of
+    agents say who has one."""
 
 
 def _named(servers: dict[str, FurtherServerConfig]) -> dict[str, FurtherServerConfig]:
@@ -139,6 +142,8 @@ def check_servers(
             there = f"there are {', '.join(servers)}" if servers else "the job has none beside its own"
             raise ValueError(f"agents.{name}.server: no server '{agent.server}' in servers; {there}")
     for server, config in names.items():
+        if config.critic is not None:
+            raise ValueError(f"servers.{server}.critic has no meaning: the algorithms of agents say who has a critic")
         here = [name for name, agent in agents.items() if agent.server == server and not bound_elsewhere(agent)]
         here.sort(key=lambda name: not agents[name].learns)
         _check_policies(server, config, {name: agents[name] for name in here})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opentinker.algorithms.select import advantage_function
-from opentinker.client.messages import AdamParams, Chunk, ImageChunk, IntArray, Sample, SamplingParams
+from opentinker.client.messages import AdamParams
 from opentinker.config.algorithms import PPOConfig
 from opentinker.config.job import RLJobConfig
 from opentinker.config.rollout import SamplingConfig
@@ -22,7 +22,6 @@ from opentinker.config.server import LoraConfig
 from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
-from opentinker.images import Image
 from opentinker.multiagent.coordination.member import Member, leaving
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
 from opentinker.multiagent.players import PolicyPlayer, SeatPlayer
@@ -42,6 +41,7 @@ from opentinker.training.loop import EpisodesLoop
 from opentinker.training.meeting import join_run, runners
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
 from opentinker.training.opponents import Opponents, open_pools, take_starts
+from opentinker.training.policy_player import policy_player
 from opentinker.training.recorder import Recorder
 from opentinker.training.rl import EVALUATION_TRANSCRIPTS, TrainablePolicy
 from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
@@ -118,7 +118,8 @@ class AgentsLoop(EpisodesLoop):
             games = GameRunner(make, seats, config.rollout, config.turns, seed)
             references = reference_players(config.arena.references, environment, config.agents, base_dir)
             draw = partial(self._tasks.standing, seed, config.arena.tasks)
-            self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, self._opponents.fixed, draw)
+            fixed, at_once = self._opponents.fixed, config.rollout.max_concurrent_episodes
+            self._arena = Arena(config.arena, games, seats.agents, self._entrants(), references, fixed, draw, at_once)
 
     @classmethod
     async def connect(
@@ -369,25 +370,15 @@ class AgentsLoop(EpisodesLoop):
         self, name: str, policy: TrainablePolicy, sampling: SamplingConfig, temperature: float | None, *, trains: bool = False
     ) -> PolicyPlayer:
         """A policy on the server of an agent's, that agent's or a past version."""
-        if temperature is not None:
-            sampling = sampling.model_copy(update={"temperature": temperature})
-        home = self._homes.get(name) or Home(self._renderer, self._max_model_len)
-        params = SamplingParams(**sampling.model_dump(), stop_token_ids=home.renderer.stop_token_ids)
-        deadline_s = self.config.rollout.generation_timeout_s
-
-        async def generate(prompt: IntArray | tuple[Chunk, ...], params: SamplingParams, request_id: str) -> Sample:
-            with lost_with(self.config, name):
-                return (await policy.sample(prompt, params, request_id=request_id, deadline_s=deadline_s)).samples[0]
-
-        async def upload(images: Sequence[Image]) -> Mapping[str, ImageChunk]:
-            if not home.renderer.takes_images:
-                raise ConfigError(
-                    "the environment shows images, but the base model takes none",
-                    hint="use a vision-language model as base_model",
-                )
-            return await policy.upload([image.data for image in images])
-
-        return PolicyPlayer(home.renderer, generate, params, home.max_model_len, upload, trains)
+        return policy_player(
+            policy,
+            self._homes.get(name) or Home(self._renderer, self._max_model_len),
+            sampling,
+            deadline_s=self.config.rollout.generation_timeout_s,
+            temperature=temperature,
+            trains=trains,
+            within=partial(lost_with, self.config, name),
+        )
 
     async def _compare(self, *, ends: bool = False) -> None:
         step, arena = self.steps_done, self._arena

@@ -1,5 +1,6 @@
 """Players meet beside training: policies of now, past versions of them, and reference players. Rows, ratings, what to save."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from opentinker.errors import ConfigError, EpisodesFailedError
 from opentinker.multiagent.arena import won
 from opentinker.multiagent.matches import Cast, Match, matches, spread
 from opentinker.multiagent.players import PolicyPlayer, ScriptedPlayer, SeatPlayer
-from opentinker.multiagent.runner import GameRunner
+from opentinker.multiagent.runner import GameRunner, Groups
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.multiagent.tally import Met, Tally, met, results_from_json, results_to_json
 from opentinker.rollout.types import Group
@@ -68,9 +69,12 @@ class Played:
 
 
 class MatchPlayer:
-    """Plays matches. `score` is as in `ArenaConfig`; what 'auto' stands for is settled by the first games."""
+    """Plays matches, several at a time as long as no more than `max_concurrent` episodes run. `score` is as in `ArenaConfig`;
+    what 'auto' stands for is settled by the first games."""
 
-    def __init__(self, runner: GameRunner, seats: Sequence[str], draw: Draw, samples: int, score: str) -> None:
+    def __init__(
+        self, runner: GameRunner, seats: Sequence[str], draw: Draw, samples: int, score: str, max_concurrent: int
+    ) -> None:
         """Raises: ConfigError when there are not two seats, and results are to be those of games that one of two wins."""
         if score == "won" and len(seats) != 2:
             raise ConfigError(
@@ -81,6 +85,7 @@ class MatchPlayer:
         self._draw = draw
         self._tasks: list[Any] | None = None
         self._samples = samples
+        self._max_concurrent = max_concurrent
         self.won = None if score == "auto" and len(seats) == 2 else score == "won"
         """Whether results are those of games that one wins; None before the first games tell."""
 
@@ -93,11 +98,7 @@ class MatchPlayer:
         found, lists = Played(), dict[tuple[str, str], list[float]]()
         if self._tasks is None:
             self._tasks = await self._draw()
-        for match in wanted:
-            seated = {seat: players[name] for seat, name in match.seating.items()}
-            if not any(isinstance(player, PolicyPlayer) for player in seated.values()):
-                continue  # it would leave nothing to count
-            groups = await self._runner.run(seated, self._tasks, self._samples, step)
+        for match, groups in zip(wanted, await self._games(wanted, players, self._tasks, step), strict=True):
             everything = [group for of_seat in groups.values() for group in of_seat]
             found.errors += sum(len(group.failures) for group in everything)
             found.tokens += sum(e.action_tokens for g in everything for e in (*g.episodes, *g.failures))
@@ -107,6 +108,27 @@ class MatchPlayer:
             self._count(match, groups, lists)
         found.results = {pair: met(values) for pair, values in lists.items()}
         return found
+
+    async def _games(
+        self, wanted: Sequence[Match], players: Mapping[str, SeatPlayer], tasks: Sequence[Any], step: int
+    ) -> list[Groups]:
+        """Of each match; empty where nobody is a policy, so that nothing would be left to count."""
+        slots = asyncio.Semaphore(max(1, self._max_concurrent // max(1, len(tasks) * self._samples)))
+
+        async def play(match: Match) -> Groups:
+            seated = {seat: players[name] for seat, name in match.seating.items()}
+            if not any(isinstance(player, PolicyPlayer) for player in seated.values()):
+                return {}
+            async with slots:
+                return await self._runner.run(seated, tasks, self._samples, step)
+
+        running = [asyncio.ensure_future(play(match)) for match in wanted]
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     def _count(self, match: Match, groups: Mapping[str, list[Group]], lists: dict[tuple[str, str], list[float]]) -> None:
         for seat, name, other in match.scored:
@@ -137,6 +159,7 @@ class Arena:
         references: Mapping[str, SeatPlayer],
         fixed: Mapping[str, SeatPlayer],
         draw: Draw,
+        max_concurrent: int,
     ) -> None:
         """Raises: ConfigError when the config does not fit so many seats."""
         self._config = config
@@ -145,7 +168,7 @@ class Arena:
         self._references = dict(references)
         self._fixed = dict(fixed)
         self._runner = runner
-        self._player = MatchPlayer(runner, seats, draw, config.samples, config.score)
+        self._player = MatchPlayer(runner, seats, draw, config.samples, config.score, max_concurrent)
         self.tally = Tally(won=False)
         self.steps: list[int] = []
         """After which steps they met."""

@@ -91,7 +91,9 @@ def as_markdown(found: Sequence[Row], title: str = "") -> str:
         parts += [
             "## Worst result against a reference player\n\nA best response may do better still: exact exploitability is not "
             "measured.\n",
-            _markdown_table(["step", *names], [[str(row["step"]), *(_worst(row, name) for name in names)] for row in found]),
+            _markdown_table(["step", *names], [[str(row["step"]), *(_worst(row, name) for name in names)] for row in found])
+            if len(found) > 1
+            else _markdown_table(["player", "result"], [[name, _worst(last, name)] for name in names]),
         ]
     return "\n".join(parts)
 
@@ -238,5 +240,8 @@ def _worst(row: Row, name: str) -> str:
 
 
 def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """Aligned, so that it can be read as it is."""
+    widths = [max(len(line[place]) for line in [head, *rows]) for place in range(len(head))]
+    lines = [head, ["-" * max(width, 3) for width in widths], *rows]
+    padded = ([f"{cell:<{max(width, 3)}}" for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in padded)

@@ -19,9 +19,8 @@ from opentinker.multiagent.players import SeatPlayer
 from opentinker.multiagent.runner import GameRunner
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.tally import Tally
-from opentinker.rendering.renderer import ConversationRenderer
-from opentinker.rendering.tokenizer import ChatTokenizer
 from opentinker.training.arena import ARENA_SEED, MatchPlayer, cross_play_row, reference_players
+from opentinker.training.homes import home_of
 from opentinker.training.metrics import Row
 from opentinker.training.policy_player import policy_player
 from opentinker.training.tasks import JobTasks
@@ -46,12 +45,12 @@ class Version:
 
 
 def versions(config: RLJobConfig, saved: Sequence[Mapping[str, Any]], last_step: int | None) -> list[Version]:
-    """The checkpoints of a run's agents that learn, as the scheduler lists them: one of each step, by agent and step. The step
-    of `final` is `last_step`."""
-    learners = config.learners
+    """The checkpoints of a run's agents that learn on the job's own server, as the scheduler lists them: one of each step, by
+    agent and step. The step of `final` is `last_step`."""
+    learners = [name for name in config.learners if not config.agents[name].server]
     found: dict[tuple[str, Any], Version] = {}
     for checkpoint in saved:
-        agent = checkpoint.get("policy") or config.policies[0]
+        agent = checkpoint.get("policy") or config.own_policy
         if agent not in learners:
             continue
         numbered = _NUMBERED.fullmatch(checkpoint["name"])
@@ -103,22 +102,18 @@ async def play_versions(
     if seats is None:
         raise ConfigError(f"{environment.__name__} is an environment for one agent", hint="players meet in games of several")
     references = reference_players(arena.references, environment, config.agents, base_dir)
-    info = await own.info()
-    tokenizer = ChatTokenizer.from_files(await own.tokenizer_files())
-    renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
+    home = await home_of(own)
     seated: dict[str, SeatPlayer] = dict(references)
     for place, version in enumerate(players):
-        agent = config.agents[version.agent]
-        lora = agent.lora or config.lora
+        lora = config.lora_of(version.agent)
         if lora is None:
             raise ConfigError("only adapters meet on one server, and this run trained full parameters")
         policy = await own.create_policy(lora, name=f"player-{place}")
         await policy.load_weights(version.ref)
         seated[version.name] = policy_player(
             policy,
-            renderer,
-            int(info["max_model_len"]),
-            agent.sampling or config.sampling,
+            home,
+            config.agents[version.agent].sampling or config.sampling,
             deadline_s=config.rollout.generation_timeout_s,
             temperature=config.evaluation.temperature,
         )
@@ -126,7 +121,8 @@ async def play_versions(
     seed = config.training.seed + ARENA_SEED
     runner = GameRunner(make, seats, config.rollout, config.turns, seed)
     tasks = JobTasks(environment, config.environment, timeout_s=config.rollout.reset_timeout_s, base_dir=base_dir)
-    games = MatchPlayer(runner, seats.agents, partial(tasks.standing, seed, arena.tasks), arena.samples, arena.score)
+    draw, at_once = partial(tasks.standing, seed, arena.tasks), config.rollout.max_concurrent_episodes
+    games = MatchPlayer(runner, seats.agents, draw, arena.samples, arena.score, at_once)
     casts = [(name, dict.fromkeys(seats.agents, name)) for name in seated]
     homes = {version.name: _homes(config, version.agent, seats.agents, arena) for version in players}
     try:

@@ -60,12 +60,22 @@ async def find_homes(
     return policies, {name: found[config.agents[name].server] for name in policies}
 
 
+async def home_of(policy: TrainablePolicy) -> Home:
+    """Asks the policy's server.
+
+    Raises:
+        RenderingError: the model has no usable chat template.
+        OpenTinkerError: what the server reports.
+    """
+    info = await policy.info()
+    tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
+    renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
+    return Home(renderer, int(info["max_model_len"]))
+
+
 async def _home(server: str, policy: HostedPolicy) -> Home:
     with _named(server):
-        info = await policy.info()
-        tokenizer = ChatTokenizer.from_files(await policy.tokenizer_files())
-        renderer = ConversationRenderer(tokenizer, info["stop_token_ids"], image_placeholder=info.get("image_placeholder"))
-        return Home(renderer, int(info["max_model_len"]))
+        return await home_of(policy)
 
 
 @contextmanager

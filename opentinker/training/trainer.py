@@ -275,7 +275,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
             RLJobConfig,
             _hosted(job)
             | {
-                "servers": {name: server.model_dump() for name, server in job.config.further_servers.items()},
+                "servers": {name: server.model_dump(exclude={"critic"}) for name, server in job.config.further_servers.items()},
                 "environment": EnvironmentConfig(name=name, args=environment_args or {}),
                 "agents": {agent: config.model_dump() for agent, config in agents.items()},
                 "algorithm": (algorithm or GRPOConfig()).model_dump(),

@@ -111,6 +111,7 @@ class LoraLinear(nn.Module):
         self.adapters: dict[str, Adapter] = {}  # a plain dict: adapters are not parameters of the base model
         self._current = current
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers stay as they are when policies come and go
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         policies, chosen = self._current.policies, self._current.rows
         if chosen is None:

@@ -29,6 +29,7 @@ from opentinker.server.images import ImageStore
 from opentinker.server.trainer import checkpoint, lora
 from opentinker.server.trainer.base import ForwardBackwardResult
 from opentinker.server.trainer.budget import MemoryBudget, ModelSize, PassKind
+from opentinker.server.trainer.compiled import compile_layers
 from opentinker.server.trainer.critic import Critic
 from opentinker.server.trainer.eight_bit import EightBitOptimizer
 from opentinker.server.trainer.identity import BASE, base_digest, check_base
@@ -99,6 +100,8 @@ class TorchTrainer:
     def _load_base(self) -> PackedModel:
         dtype, flex = getattr(torch, self._config.dtype), self._config.attention == "flex"
         base = PackedModel(self._model_dir, dtype, self._device, self._images, flex=flex)
+        if self._config.compile:
+            compile_layers(base.model, self._device)
         if self._config.activation_checkpointing:
             recompute_layers(base.model, self._adapter_pass.around)
         return base

@@ -1,8 +1,9 @@
 """One GRPO step through the whole product: client, HTTP, server, engine, trainer, publish.
 
-Usage: python tests/benchmarks/grpo_step.py MODEL_DIR {full|lora} [STEPS] [ENGINE]
+Usage: python tests/benchmarks/grpo_step.py MODEL_DIR {full|lora} [STEPS] [ENGINE] [compile]
 Shape: 8 prompts x 8 completions of at most 32 tokens, one optimizer step, bf16 weights. LoRA: rank 16, alpha 32, all linear
-layers. Prints one line per step after a warm-up step: seconds in all (publish included) and tokens sampled, then the median.
+layers. `compile`: engine and trainer compile the model before the first step that counts. Prints one line per step after a
+warm-up step: seconds in all (publish included) and tokens sampled, then the median.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Any
 import opentinker as ot
 from opentinker.config.rl import EvaluationConfig
 from opentinker.config.rollout import RolloutConfig, SamplingConfig
-from opentinker.config.server import EngineConfig
+from opentinker.config.server import EngineConfig, TrainerConfig
 from opentinker.scheduler.cluster import EmbeddedCluster
 
 
@@ -33,7 +34,7 @@ class Addition(ot.Environment):
         return ot.StepResult(reward=float(len(action.text) % 7), done=True)
 
 
-def main(model: str, mode: str, steps: int = 6, engine: str = "auto") -> None:
+def main(model: str, mode: str, steps: int = 6, engine: str = "auto", compiled: str = "") -> None:
     folder = Path(tempfile.mkdtemp(prefix="ot-bench-"))
     with EmbeddedCluster.start(folder / "state", folder / "runs", port=0) as cluster:
         key = cluster.key_path.read_text().strip()
@@ -42,7 +43,8 @@ def main(model: str, mode: str, steps: int = 6, engine: str = "auto") -> None:
             client.create_job(
                 base_model=model,
                 lora=ot.LoraConfig(rank=16, alpha=32.0) if mode == "lora" else None,
-                engine=EngineConfig.model_validate({"kind": engine, "max_model_len": 256}),
+                engine=EngineConfig.model_validate({"kind": engine, "max_model_len": 256, "enforce_eager": not compiled}),
+                trainer=TrainerConfig(compile=bool(compiled)),
             ) as job,
         ):
             trainer = ot.RLTrainer(
@@ -63,9 +65,10 @@ def main(model: str, mode: str, steps: int = 6, engine: str = "auto") -> None:
                 row = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[-1])
                 seconds.append(row["step_s"])
                 parts = " ".join(f"{name} {row[name]:.2f}" for name in ("rollout_s", "train_s", "publish_s"))
+                parts += f" computed {row['tokens_computed']} of {row['tokens_in_passes']} tokens"
                 print(f"step_s {row['step_s']:.2f} tokens {row['tokens_sampled']} {parts}", flush=True)
     print(f"median_step_s {statistics.median(seconds):.2f} mode {mode}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *(int(a) for a in sys.argv[3:4]), *sys.argv[4:5])
+    main(sys.argv[1], sys.argv[2], *(int(a) for a in sys.argv[3:4]), *sys.argv[4:6])

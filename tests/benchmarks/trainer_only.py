@@ -8,13 +8,16 @@ measured, which has random weights; by default as many as the model has.
 Shape: 4 prompts of 96 tokens x 8 completions of 32, loss on the completions, bf16 weights, full parameters, one forward and
 backward pass over all of it:
   shared    the product: packs in which each prompt is computed once
+  prefix    the same, and the prompts have their first 64 tokens in common
+  compiled  as shared, with trainer.compile; what that took at first is printed before
   packed    the product with prompts that all differ: packs, no padding, nothing shared
   padded    plain transformers: sequences padded to the longest, logits of all positions, micro-batches of 8
 
 tokens/s counts the tokens of the data (prompt and completion of each sequence), however often they were computed. FLOP/s counts
 what was computed, 6 per token and weight of a matrix, without attention. The ceiling is a large bf16 matrix product in the same
 process. Then the peak memory of a pass over one sequence, beside weights, gradients and optimizer state, with and without
-activation checkpointing. Times are for comparison within one run only.
+activation checkpointing. Times are for comparison within one run only; where something else runs on the machine, the ratio by
+processor time says more than the one by the clock.
 """
 
 import json
@@ -38,15 +41,18 @@ from opentinker.server.trainer.packing import pack_data
 from opentinker.server.trainer.trainer import TorchTrainer
 
 GROUPS, SIZE, PROMPT, COMPLETION = 4, 8, 96, 32
+COMMON = 64
+PACK_TOKENS = TrainerConfig().pack_tokens
 LOSS = LossConfig(name="cross_entropy")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def make_data(vocabulary: int, *, shared: bool) -> list[Datum]:
+def make_data(vocabulary: int, *, shared: bool, common: int = 0) -> list[Datum]:
     rng = np.random.default_rng(0)
     data = []
+    beginning = rng.integers(3, vocabulary, common)
     for _ in range(GROUPS):
-        prompt = rng.integers(3, vocabulary, PROMPT)
+        prompt = np.concatenate([beginning, rng.integers(3, vocabulary, PROMPT - common)])
         for _ in range(SIZE):
             own = prompt if shared else rng.integers(3, vocabulary, PROMPT)
             tokens = np.concatenate([own, rng.integers(3, vocabulary, COMPLETION)]).astype(np.int32)
@@ -132,33 +138,51 @@ def speed(model_dir: Path, repeats: int) -> None:
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     head = text.vocab_size * text.hidden_size
     shared, apart = (make_data(text.vocab_size, shared=s) for s in (True, False))
+    alike = make_data(text.vocab_size, shared=True, common=COMMON)
+    compiled = trained(product(model_dir, compile=True), shared)
+    print(f"compiled in {seconds(compiled):.0f} s", flush=True)
     sizes = {
         name: (sum(len(pack) for pack in packs), sum(len(pack.rows_N) for pack in packs))
-        for name, packs in (("shared", pack_data(shared, 1024)), ("packed", pack_data(apart, 1024)))
+        for name, packs in (
+            ("shared", pack_data(shared, PACK_TOKENS)),
+            ("prefix", pack_data(alike, PACK_TOKENS)),
+            ("compiled", pack_data(shared, PACK_TOKENS)),
+            ("packed", pack_data(apart, PACK_TOKENS)),
+        )
     }
     whole = len(shared) * max(len(d) for d in shared)
     sizes["padded"] = (whole, whole)  # logits of every position
-    runs = {"shared": trained(trainer, shared), "packed": trained(trainer, apart), "padded": padded(model, shared)}
+    runs = {
+        "shared": trained(trainer, shared),
+        "prefix": trained(trainer, alike),
+        "compiled": compiled,
+        "packed": trained(trainer, apart),
+        "padded": padded(model, shared),
+    }
     peaks = {}
     for name, run in runs.items():
         run()
         peaks[name] = peak_of(run)
     taken: dict[str, list[float]] = {name: [] for name in runs}
+    processor: dict[str, list[float]] = {name: [] for name in runs}
     most = []
     for _ in range(repeats):  # in turn, so that whatever else runs slows all alike
         most.append(ceiling())
         for name, run in runs.items():
+            before = time.process_time()
             taken[name].append(seconds(run))
+            processor[name].append(time.process_time() - before)
     top = statistics.median(most)
     print(f"device {DEVICE} threads {torch.get_num_threads()} ceiling {top / 1e12:.3f} TFLOP/s (bf16 matrix product)")
     tokens = sum(len(d) for d in shared)
-    slowest = statistics.median(taken["padded"])
+    slowest, busiest = statistics.median(taken["padded"]), statistics.median(processor["padded"])
     for name, (rows, targets) in sizes.items():
         median = statistics.median(taken[name])
         flops = 6.0 * (matrices * rows + head * targets) / median
         print(
-            f"{name:7} tokens/s {tokens / median:8.0f}  computed tokens {rows:6}  TFLOP/s {flops / 1e12:.3f} "
-            f"({flops / top:4.0%} of ceiling)  peak {peaks[name] / 2**20:6.0f} MiB  {slowest / median:.2f}x padded",
+            f"{name:8} tokens/s {tokens / median:8.0f}  computed tokens {rows:6}  TFLOP/s {flops / 1e12:.3f} "
+            f"({flops / top:4.0%} of ceiling)  peak {peaks[name] / 2**20:6.0f} MiB  {slowest / median:.2f}x padded, "
+            f"{busiest / statistics.median(processor[name]):.2f}x by processor time",
             flush=True,
         )
 

@@ -1,5 +1,7 @@
 """Past versions and a checkpoint as opponents on one real server: the weights that play are those that were saved, and stay."""
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -78,12 +80,16 @@ def job(agents: Any) -> RLJobConfig:
     )
 
 
-@pytest.fixture
-async def saved(tiny_model_dir: Path, tmp_path: Path) -> tuple[str, FloatArray]:
+@pytest.fixture(scope="module")
+def saved(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, FloatArray]:
     """(the folder of another job's checkpoint, what its policy says)."""
-    async with played(tiny_model_dir, tmp_path / "other") as other:
-        await train(other.client)
-        return str((await other.client.save("final"))["path"]), await logprobs(other.client)
+
+    async def other_job() -> tuple[str, FloatArray]:
+        async with played(tiny_model_dir, tmp_path_factory.mktemp("other")) as other:
+            await train(other.client)
+            return str((await other.client.save("final"))["path"]), await logprobs(other.client)
+
+    return asyncio.run(other_job())
 
 
 async def test_past_versions_and_a_checkpoint_play_with_the_weights_that_were_saved(
@@ -121,7 +127,7 @@ async def test_past_versions_and_a_checkpoint_play_with_the_weights_that_were_sa
 async def test_weights_are_taken_from_what_is_there_and_fits_and_from_nothing_else(
     tiny_model_dir: Path, tmp_path: Path, saved: tuple[str, FloatArray]
 ) -> None:
-    folder, theirs = saved
+    theirs, folder = saved[1], str(shutil.copytree(saved[0], tmp_path / "theirs"))
     async with played(tiny_model_dir, tmp_path / "checkpoints", starts={ELSEWHERE: folder}) as server:
         policy = server.client
         await train(policy, 1)

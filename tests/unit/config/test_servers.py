@@ -71,6 +71,15 @@ def test_an_interactive_job_has_servers_without_agents() -> None:
         ("", False, 7),
         ("second", True, 8),
     ]
+    judged = parse_job(fields | {"servers": {"second": {"critic": {"rank": 3}}}})
+    assert [part.policy_critic and part.policy_critic.rank for part in judged.parts.values()] == [None, 3]
+    assert parse_job(judged.model_dump(mode="json")) == judged
+
+
+def test_an_agent_that_learns_by_ppo_has_a_critic_on_its_server() -> None:
+    ppo = {"kind": "ppo", "group_size": 4, "critic": {"rank": 3}}
+    parts = job({"second": {}}, {"black": {}, "white": {"server": "second", "algorithm": ppo}}).parts
+    assert [part.policy_critic and part.policy_critic.rank for part in parts.values()] == [None, 3]
 
 
 RANK_2 = {"black": {}, "white": {"server": "second", "lora": {"rank": 2}}}
@@ -113,6 +122,7 @@ TWO = PAIR | {"red": {"server": "second"}}
             PAIR,
             "servers.second: trainer.ranks=2 needs",
         ),
+        ({"second": {"critic": {"rank": 2}}}, PAIR, "servers.second.critic has no meaning"),
         ({"second": {"enginee": {}}}, PAIR, "unknown key 'servers.second.enginee'"),
         ({"a b": {}}, {"black": {}, "white": {"server": "a b"}}, "'a b' cannot be a server's name"),
         ({f"s{i}": {} for i in range(16)}, PAIR, "servers: .* at most 15"),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from opentinker.scheduler.capacity import Capacity
@@ -116,3 +116,26 @@ def test_taking_and_releasing_gives_the_same_as_building(asked: list[tuple[int, 
         copy.release(i, Demand(gpus), (0,) if known else ())
     assert copy.place((Demand(2), Demand(4), Demand(8), Demand(8))) is not None
     assert [built.fits(i, d) for i in range(4) for d in probe] == [moved.fits(i, d) for i in range(4) for d in probe]
+
+
+def fits_somehow(free: list[int], sizes: list[int]) -> bool:
+    """Whether there is any way at all, by trying every one."""
+    if not sizes:
+        return True
+    first, *rest = sizes
+    return any(
+        room >= first and fits_somehow([r - first if n == number else r for n, r in enumerate(free)], rest)
+        for number, room in enumerate(free)
+    )
+
+
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=3), st.lists(st.integers(1, 6), min_size=1, max_size=5))
+@example([10, 10], [4, 4, 3, 3, 3, 3])
+def test_bundles_that_fit_in_any_way_are_placed(gpus: list[int], sizes: list[int]) -> None:
+    capacity = Capacity([Node(str(n), str(n), size, 0) for n, size in enumerate(gpus)])
+    request = tuple(Demand(size) for size in sizes)
+    placed = capacity.place(request)
+    assert (placed is not None) == fits_somehow(gpus, sizes)
+    left = [size - sum(s for s, n in zip(sizes, placed or (), strict=False) if n == number) for number, size in enumerate(gpus)]
+    assert min(left) >= 0
+    assert [capacity.largest_free(Demand(1))] == [max(left)]
