@@ -85,7 +85,6 @@ def terms_of(config: RLJobConfig, identity: dict[str, Any]) -> dict[str, Any]:
         **{f"evaluation.{name}": value for name, value in evaluation.items()},
         "algorithm.group_size": config.algorithm_of(config.learners[0]).group_size,
         "training.seed": config.training.seed,
-        "training.steps": config.training.steps,
         "training.save_every": config.training.save_every,
     }
 

@@ -97,10 +97,12 @@ def coordinator(folder: Path) -> Iterator[str]:
         process.wait(timeout=60)
 
 
-def moment(url: str, folder: Path, run: str) -> str:
+@contextmanager
+def watching(url: str, folder: Path) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """What the coordinator says of a run, asked over one connection, as phases may last for milliseconds only."""
     headers = {"Authorization": f"Bearer {(folder / 'token').read_text()}"}
-    runs = httpx.get(f"{url}/coordinator/runs", headers=headers, timeout=30).json()["runs"]
-    return next((str(one["moment"]) for one in runs if one["run"] == run), "")
+    with httpx.Client(base_url=url, headers=headers, timeout=30) as http:
+        yield lambda run: next((one for one in http.get("/coordinator/runs").json()["runs"] if one["run"] == run), {})
 
 
 def wait(until: Callable[[], Any]) -> Any:
@@ -108,7 +110,7 @@ def wait(until: Callable[[], Any]) -> Any:
     while not (found := until()):
         if time.monotonic() > deadline:
             raise TimeoutError("it did not happen")
-        time.sleep(0.005)
+        time.sleep(0.001)
     return found
 
 
@@ -156,9 +158,12 @@ def killed(cluster: EmbeddedCluster, place: str, folder: Path, when: str) -> boo
         assert process.stdout is not None
         about[agent] = json.loads(process.stdout.readline())
         print(f"{when}: {agent} has {about[agent]}", flush=True)
-    wait(lambda: moment(place, folder, when) == when)
-    os.kill(about["white"]["worker"], signal.SIGKILL)
-    at = time.time()
+    with watching(place, folder) as look:
+        wait(lambda: look(when).get("moment") == when)
+        os.kill(about["white"]["worker"], signal.SIGKILL)
+        at = time.time()
+        ended = wait(lambda: (found := look(when)).get("state") == "ended" and found)
+    print(f"{when}: ended in {ended['moment']}: {ended['cause']}", flush=True)
     said = {}
     for agent, process in drivers.items():
         assert process.stdout is not None
@@ -166,7 +171,8 @@ def killed(cluster: EmbeddedCluster, place: str, folder: Path, when: str) -> boo
         said[agent]["after_s"] = round(said[agent].pop("at", at) - at, 2)
         print(f"{when}: {json.dumps(said[agent])}", flush=True)
     black = said["black"]
-    return black.get("error") == "agent_lost" and "'white'" in black["detail"] and 0 <= black["after_s"] < BARRIER_S
+    told = black.get("error") == "agent_lost" and "'white'" in black["detail"] and 0 <= black["after_s"] < BARRIER_S
+    return told and ended["moment"] == when
 
 
 def submitted(place: str, folder: Path, agent: str, run: str, steps: int) -> dict[str, Any]:
@@ -197,10 +203,11 @@ def resumed(cluster: EmbeddedCluster, place: str, folder: Path, steps: int) -> b
         for run in ("whole", "cut"):
             jobs = {agent: client.submit(submitted(place, folder, agent, run, steps)).id for agent in AGENTS}
             if run == "cut":
-                wait(lambda: moment(place, folder, "cut") in ("update 3", "rollout 4"))
-                pid = int(client.scheduler.job(jobs["white"])["server"]["pid"])
-                os.kill(pid, signal.SIGKILL)
-                print(f"cut: killed white's server {pid} in {moment(place, folder, 'cut')}", flush=True)
+                with watching(place, folder) as look:
+                    wait(lambda: look("cut").get("moment") in ("update 3", "rollout 4"))
+                    pid = int(client.scheduler.job(jobs["white"])["server"]["pid"])
+                    os.kill(pid, signal.SIGKILL)
+                    print(f"cut: killed white's server {pid} in {look('cut')['moment']}", flush=True)
             for agent, job_id in jobs.items():
                 job = wait(lambda job_id=job_id: (j := client.scheduler.job(job_id))["state"] in ended and j)
                 restarts = [e["detail"] for e in client.scheduler.events(job_id) if e["kind"] == "restarting"]

@@ -195,7 +195,7 @@ class CoordinatedRun:
             if self.ended is None:
                 self._go_on_without()
             return
-        self._lose(mine, "it left" if cause is None else str(cause))
+        self._lose(mine, "it left" if cause is None else _first_line(cause))
 
     def fail(self, error: OpenTinkerError) -> None:
         """The run is over for all."""
@@ -363,6 +363,12 @@ def _unlike(one: Driver, mine: Round, other: Driver, theirs: Round) -> ConflictE
     return ConflictError(
         f"{mine}: {mine.group_size} episodes per task for the driver of {one}, {theirs.group_size} for that of {other}"
     )
+
+
+def _first_line(error: OpenTinkerError) -> str:
+    """The rest, such as what Ray has to say, is for whom it happened to."""
+    lines = str(error).splitlines() or [error.code]
+    return lines[0][:500] + (" ..." if len(lines) > 1 or len(lines[0]) > 500 else "")
 
 
 def _names(agents: Iterable[str]) -> str:

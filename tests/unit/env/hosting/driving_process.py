@@ -82,7 +82,7 @@ def main(url: str, agent: str, run: str, hangs_in: str, folder: Path, restarts: 
     policy = policy_class(made.BanditPolicy, hangs_in, folder / "checkpoints")
     clients: list[Any] = []
 
-    def connect(*_: Any) -> Any:
+    def connect(**_: Any) -> Any:
         clients.append(policy())
         return clients[-1]
 
