@@ -36,3 +36,8 @@ def server_folder(run_dir: Path, name: str) -> Path:
     """Where a server of a job writes its log: the run's folder, or below it one for each further server, so that what copies
     a server's folder from its node touches no other's."""
     return run_dir / "servers" / name if name else run_dir
+
+
+def process_mark(job_id: str, name: str) -> str:
+    """What the processes of a job's server carry, so that they are found. The own one and the driver have the job's id."""
+    return f"{job_id}-{name}" if name else job_id

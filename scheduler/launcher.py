@@ -39,6 +39,9 @@ class ServerSpec:
     head: str = "lm"
     critic: dict[str, Any] | None = None
     """The fields of `LoraConfig` of the policy's critic, if it has one."""
+    mark: str = ""
+    """What its processes carry in place of the job's id, by which they are found: another server of the job may be on the node,
+    and stop at its own pace. Empty for the job's own."""
     rollout: Allocation | None = None
     """Where the rollout engine has a process of its own; None: in the trainer's."""
 
@@ -153,9 +156,9 @@ class Launcher(Protocol):
         """Kill a server's driver, if it has one."""
         ...
 
-    async def stop_server(self, server_id: str, job_ids: list[str], where: Sequence[Allocation], *, graceful: bool) -> str:
-        """Stop a server (also one that is half started, or unknown after a restart) and wait for its jobs' processes to
-        be gone, and for the memory of GPUs that it had to itself.
+    async def stop_server(self, server_id: str, marks: list[str], where: Sequence[Allocation], *, graceful: bool) -> str:
+        """Stop a server (also one that is half started, or unknown after a restart) and wait for the processes with its marks
+        (the ids of its jobs, or `ServerSpec.mark`) to be gone, and for the memory of GPUs that it had to itself.
 
         Returns:
             Why what it held is not free yet; empty when it is. Call again.

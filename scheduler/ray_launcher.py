@@ -174,7 +174,7 @@ class RayLauncher:
                     max_concurrency=WORKER_THREADS,
                     max_restarts=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(parts.group, placement_group_bundle_index=1),
-                    runtime_env=_worker_env(spec.job_id, place, each),
+                    runtime_env=_worker_env(spec.mark or spec.job_id, place, each),
                 )
                 .remote(spec.config, spec.lora, spec.job_id, spec.log_path, **self._storage())
             )
@@ -190,7 +190,7 @@ class RayLauncher:
                     max_concurrency=WORKER_THREADS,
                     max_restarts=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(parts.group, placement_group_bundle_index=0),
-                    runtime_env=_worker_env(spec.job_id, node, demand),
+                    runtime_env=_worker_env(spec.mark or spec.job_id, node, demand),
                 )
                 .remote(spec.config, spec.lora, spec.checkpoint_root, spec.job_id, spec.log_path, **self._storage(), **engine)
             )
@@ -202,7 +202,7 @@ class RayLauncher:
                     num_cpus=0,
                     max_restarts=0,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-                    runtime_env=_front_env(spec.job_id),
+                    runtime_env=_front_env(spec.mark or spec.job_id),
                 )
                 .remote(
                     parts.worker,
@@ -350,7 +350,7 @@ class RayLauncher:
     async def stop_driver(self, server_id: str) -> None:
         await self._drivers.stop(server_id)
 
-    async def stop_server(self, server_id: str, job_ids: list[str], where: Sequence[Allocation], *, graceful: bool) -> str:
+    async def stop_server(self, server_id: str, marks: list[str], where: Sequence[Allocation], *, graceful: bool) -> str:
         parts = await self._known(server_id)
         for which, actor in (("front", parts.front), ("worker", parts.worker), ("engine", parts.engine)):
             if actor is None:
@@ -366,7 +366,7 @@ class RayLauncher:
         whole: dict[str, tuple[int, ...]] = {}
         for each, gpus in zip(where, known, strict=True):
             whole[each.node_id] = whole.get(each.node_id, ()) + (() if each.demand.shares_gpu else gpus)
-        left = [text for node_id, gpus in whole.items() if (text := await self._clear(node_id, job_ids, gpus))]
+        left = [text for node_id, gpus in whole.items() if (text := await self._clear(node_id, marks, gpus))]
         if not left:
             self._parts.pop(server_id, None)
         return "; ".join(left)
@@ -386,16 +386,16 @@ class RayLauncher:
         except (TimeoutError, RayError) as error:
             logger.info("event=no_graceful_stop actor=%s error=%s", actor, type(error).__name__)
 
-    async def _clear(self, node_id: str, job_ids: list[str], gpus: tuple[int, ...]) -> str:
+    async def _clear(self, node_id: str, marks: list[str], gpus: tuple[int, ...]) -> str:
         """On the node where the processes are; on this one if that node is no more."""
         settings = self._settings
-        arguments = (job_ids, gpus, settings.kill_after_s, settings.exit_timeout_s, settings.gpu_free_bytes)
-        patience_s = len(job_ids) * (settings.kill_after_s + settings.exit_timeout_s) + settings.exit_timeout_s
+        arguments = (marks, gpus, settings.kill_after_s, settings.exit_timeout_s, settings.gpu_free_bytes)
+        patience_s = len(marks) * (settings.kill_after_s + settings.exit_timeout_s) + settings.exit_timeout_s
         try:
             timeout_s = patience_s + settings.placement_timeout_s
             left: str = await on_node(node_id, clear, *arguments, timeout_s=timeout_s)
         except NotPlacedError:  # nothing is left of its GPUs either
-            left = await asyncio.to_thread(clear, job_ids, (), *arguments[2:])
+            left = await asyncio.to_thread(clear, marks, (), *arguments[2:])
         return left
 
 

@@ -13,7 +13,7 @@ from opentinker.config.servers import server_words
 from opentinker.errors import DeadlineError, OpenTinkerError, ServerLostError, UnavailableError
 from opentinker.scheduler.checkpoint_views import start_folder
 from opentinker.scheduler.driver import SERVER_LOG_NAME
-from opentinker.scheduler.hosting import known_job, server_folder
+from opentinker.scheduler.hosting import known_job, process_mark, server_folder
 from opentinker.scheduler.journal import Journal
 from opentinker.scheduler.launcher import Launcher, NotPlacedError, ServerSpec
 from opentinker.scheduler.layouts import bundles, held_by
@@ -139,7 +139,8 @@ class ServerCare:
         await self._tasks.cancel([f"server:{server_id}", *of_jobs])
         await self._launcher.stop_driver(server_id)
         graceful = bool(server.endpoint) and server_id not in self._faults  # also where an earlier life began to stop it
-        left = await self._launcher.stop_server(server_id, job_ids, held_by(server), graceful=graceful)
+        marks = [process_mark(job_id, server.name) for job_id in job_ids]
+        left = await self._launcher.stop_server(server_id, marks, held_by(server), graceful=graceful)
         if left:
             self._tell_left(server, job_ids, left)
             return ()
@@ -192,6 +193,7 @@ class ServerCare:
             starts={address: self._start_folder(address) for key, address in whole.starts.items() if key != ("start_from",)},
             head=config.policy_head,
             critic=None if config.policy_critic is None else config.policy_critic.model_dump(mode="json"),
+            mark=process_mark(job.id, server.name) if server.name else "",
             rollout=engines if server.rollout_node_id else None,
         )
 

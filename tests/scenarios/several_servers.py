@@ -164,7 +164,7 @@ def failed(site: Site, folder: Path, config: dict[str, Any], when: str) -> bool:
     job = site.wait(job_id, lambda job: job["state"] in ENDED)
     took_s = time.monotonic() - began
     site.wait(job_id, lambda job: job["server"] is None and not job["servers"])
-    left = processes_of(job_id)
+    left = [*processes_of(job_id), *processes_of(f"{job_id}-second")]
     print(f"kill -9 {pid} amid the {when}: {job['state']} after {took_s:.1f} s: {job['cause']}; left: {left}", flush=True)
     words = f"server 'second' (white): the server's worker process (pid {pid}) died"
     return job["state"] == "FAILED" and words in job["cause"] and not left

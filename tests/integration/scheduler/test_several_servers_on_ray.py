@@ -100,6 +100,7 @@ def test_two_agents_learn_on_two_servers_and_the_death_of_one_ends_the_job_with_
             sampled = job.run(lambda policy: policy.sample([5, 6, 7], params), server=server)
             assert sampled.samples[0].versions[0][0] == 2
 
+        assert all(processes_of(mark) for mark in (job.id, f"{job.id}-second"))
         Guess.victim = int(job.record["servers"]["second"]["pid"])
         pid = Guess.victim
         with pytest.raises(ServerLostError) as lost:
@@ -107,7 +108,7 @@ def test_two_agents_learn_on_two_servers_and_the_death_of_one_ends_the_job_with_
         assert f"server 'second': the server's worker process (pid {pid}) died" in str(lost.value)
         assert job.state == "FAILED"
         assert free_slots_at_last(client) == SLOTS
-        assert processes_of(job.id) == []
+        assert [processes_of(mark) for mark in (job.id, f"{job.id}-second")] == [[], []]
 
 
 def free_slots_at_last(client: ot.Client) -> int:

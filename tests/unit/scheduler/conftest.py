@@ -60,6 +60,8 @@ class LocalLauncher:
         self.use: dict[str, list[GpuUse]] = {}
         self.endpoint = "http://127.0.0.1:1"
         self.calls: list[str] = []
+        self.stopped: dict[str, list[str]] = {}
+        """By server, by which marks its processes were looked for."""
         self.asked_for_use: list[Collection[str] | None] = []
         self.requested: list[tuple[Demand, ...]] = []
 
@@ -124,6 +126,7 @@ class LocalLauncher:
 
     async def stop_server(self, server_id: str, job_ids: list[str], where: Sequence[Allocation], *, graceful: bool) -> str:
         self.calls.append("stop server" if graceful else "kill server")
+        self.stopped[server_id] = job_ids
         if not self.unkillable:
             self.servers.pop(server_id, None)
         return self.unkillable

@@ -171,6 +171,9 @@ async def test_a_job_with_two_servers_is_one_job_from_its_start_to_its_end(world
     assert world.launcher.drivers == {}
     events = [event["kind"] for event in await world.service.events("ann", job["id"])]
     assert events.count("released") == 1
+    marks = {own["id"]: [job["id"]], second["id"]: [f"{job['id']}-second"]}
+    assert specs[second["id"]].mark == f"{job['id']}-second"
+    assert {id_: world.launcher.stopped[id_] for id_ in marks} == marks, "neither ends the other's processes"
 
 
 THREE = {"agents": {"black": {}, "white": {"server": "second"}, "red": {"server": "third"}}}
