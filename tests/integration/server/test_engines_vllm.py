@@ -209,6 +209,26 @@ def test_base_weights_can_be_replaced_under_adapter_serving(engine: VllmEngine, 
     np.testing.assert_allclose(found.logprobs, expected_logprobs(model, found), atol=1e-3)
 
 
+def test_a_group_between_gpus_is_refused_here_by_the_vllm_that_would_make_it(engine: VllmEngine) -> None:
+    """The names and arguments that `device_groups.py` takes of vLLM are those of the one that is installed."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+    assert list(inspect.signature(uid_init_process_group).parameters) == [
+        "nccl_unique_id_bytes",
+        "rank",
+        "world_size",
+        "device",
+    ]
+    assert {"tensor", "src", "stream"} <= inspect.signature(PyNcclCommunicator.broadcast).parameters.keys()
+    with pytest.raises(WeightSyncError, match="there is no NCCL"):
+        invite(1)
+    with pytest.raises(WeightSyncError, match="rank 1 of 2 of the weights' NCCL group cannot join"):
+        engine.join_group(Invitation(bytes(128), 1))
+    probe = Probe()
+    assert probe.is_answer(*engine.read_probes(probe.payload))
+
+
 def test_an_engine_works_in_a_thread_of_its_own_and_after_another_was_closed(engine: VllmEngine, tiny_model_dir: Path) -> None:
     engine.close()
     engine.close()
@@ -237,26 +257,6 @@ def test_a_cache_too_small_for_the_context_is_a_clear_error(tiny_model_dir: Path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is NCCL")
-def test_a_group_between_gpus_is_refused_here_by_the_vllm_that_would_make_it(engine: VllmEngine) -> None:
-    """The names and arguments that `device_groups.py` takes of vLLM are those of the one that is installed."""
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
-
-    assert list(inspect.signature(uid_init_process_group).parameters) == [
-        "nccl_unique_id_bytes",
-        "rank",
-        "world_size",
-        "device",
-    ]
-    assert {"tensor", "src", "stream"} <= inspect.signature(PyNcclCommunicator.broadcast).parameters.keys()
-    with pytest.raises(WeightSyncError, match="there is no NCCL"):
-        invite(1)
-    with pytest.raises(WeightSyncError, match="rank 1 of 2 of the weights' NCCL group cannot join"):
-        engine.join_group(Invitation(bytes(128), 1))
-    probe = Probe()
-    assert probe.is_answer(*engine.read_probes(probe.payload))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a sleep mode")
 def test_an_engine_that_cannot_sleep_says_so_before_it_loads_and_vllm_would_refuse_too(tiny_model_dir: Path) -> None:
     config = EngineConfig(kind="vllm", max_model_len=128, cache_gib=0.02)

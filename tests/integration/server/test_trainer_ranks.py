@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_tools import assert_same, make_data, make_datum, make_trainer, weights
+from trainer_tools import assert_same, make_data, make_datum, make_trainer, weights, without_effort
 
 from opentinker.client.messages import AdamParams, Datum, LossConfig, PolicySpec
 from opentinker.config.server import TrainerConfig
@@ -36,8 +36,6 @@ STEP = AdamParams(learning_rate=1e-3, weight_decay=0.01)
 KINDS: list[dict[str, Any] | None] = [None, {"rank": 4}]
 BATCHES = [make_data(2, 4, seed=0), make_data(3, 3, seed=1), make_data(1, 1, seed=2), make_data(5, 1, seed=3)]
 """The third has data for one rank only."""
-EFFORT = {"passes", "pass_tokens_max", "computed_tokens"}
-"""What a batch took: packs are smaller where that keeps more ranks busy."""
 
 
 def start(model_dir: Path, *, timeout_s: float = 60.0, **more: Any) -> LeadTrainer:
@@ -89,7 +87,7 @@ def test_losses_gradients_and_parameters_are_those_of_one_rank(
     for data in BATCHES:
         mine, theirs = (trainer.forward_backward("p", data, PPO, 0.1) for trainer in (two, one))
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
-        metrics = [{key: result.metrics[key] for key in result.metrics if key not in EFFORT} for result in (mine, theirs)]
+        metrics = [without_effort(result.metrics) for result in (mine, theirs)]
         assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-5)
         for a, b in zip(mine.logprobs, theirs.logprobs, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)

@@ -1,6 +1,6 @@
 """Data and an independent reference for the trainer's tests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ from opentinker.config.server import TrainerConfig
 from opentinker.server.trainer.trainer import TorchTrainer
 
 VOCABULARY = 512
+EFFORT = {"sequence_tokens", "computed_tokens", "passes", "pass_tokens_max"}
+"""What a batch took, which depends on how it is packed and shared out."""
 
 
 def make_datum(rng: np.random.Generator, prompt: np.ndarray, length: int) -> Datum:
@@ -96,3 +98,8 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], *,
         else:
             scale = float(other[name].abs().max())
             torch.testing.assert_close(tensor, other[name], rtol=0, atol=relative * max(scale, 1e-6), msg=name)
+
+
+def without_effort(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What the metrics say of the data."""
+    return {name: value for name, value in metrics.items() if name not in EFFORT}
