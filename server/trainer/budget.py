@@ -102,9 +102,15 @@ class MemoryBudget:
         free = self._free(device)
         return None if free is None else free / sharing
 
-    def check_state(self, parameters: Iterable[torch.nn.Parameter], free: float | None, ranks: int = 1) -> None:
+    def check_state(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        free: float | None,
+        ranks: int = 1,
+        wholes: Iterable[torch.nn.Parameter] = (),
+    ) -> None:
         """Is there room, in so many bytes, for the optimizer state and the gradients of these parameters, or for what each of
-        several ranks has of them?
+        several ranks has of them? The gradients of `wholes`, which are among them, are whole on each.
 
         Raises:
             TooLargeError: there is not; nothing was made.
@@ -112,6 +118,7 @@ class MemoryBudget:
         moments = 2 if self._config.optimizer == "adamw_8bit" else 8
         # A gradient and the moments; and a master, where the parameter is none itself.
         needed = sum(p.numel() * (4 + moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters) / ranks
+        needed += sum(p.numel() * 4 for p in wholes) * (1 - 1 / ranks)
         if free is not None and needed > free:
             raise TooLargeError(
                 f"to train all parameters takes {gib(needed)} beside the model, and {gib(max(free, 0))} are free",
