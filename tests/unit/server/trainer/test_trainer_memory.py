@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opentinker.client.messages import Datum, TokenChunk
-from opentinker.errors import TooLargeError
+from opentinker.config.server import TrainerConfig
+from opentinker.errors import TooLargeError, TrainerError
 from opentinker.server.trainer.attention import PackLayout, packed_attention
-from opentinker.server.trainer.budget import ModelSize
+from opentinker.server.trainer.budget import MemoryBudget, ModelSize, PassKind
 from opentinker.server.trainer.memory import (
     DoesNotFitError,
     PassCost,
@@ -26,6 +27,8 @@ from opentinker.server.trainer.memory import (
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.packing import Pack, pack_data
 from opentinker.server.trainer.peak import peak_bytes
+from opentinker.server.trainer.rank_trainer import AgreedError, RankTrainer
+from opentinker.server.trainer.ranks import Ranks
 
 BEGUN = PassCost(0, 0, 0, per_long_key=2.0, vocabulary=1, hidden_size=0)
 
@@ -211,3 +214,31 @@ def test_passes_with_copied_keys_raise_their_factor_alone() -> None:
         cost = fitted(begun, {**plain, copying: peak})
         assert cost.per_copied_key == pytest.approx(expected, abs=0.01)
         assert (cost.fixed, cost.per_token, cost.per_score) == (alone.fixed, alone.per_token, alone.per_score)
+
+
+class FullRank(RankTrainer):
+    """A rank on which a pass that is measured runs out of memory."""
+
+    def __init__(self, exchanges: bool) -> None:
+        self._budget, self._device = MemoryBudget(TrainerConfig()), torch.device("cpu")
+        self._ranks = cast(Ranks, SimpleNamespace(count=2, layer_bytes=lambda model: 0))
+        self._model, self._size = cast(PackedModel, None), size_of(1, 2, 2, 8)
+        self._shares = exchanges
+
+    def _exchanges(self, policy: str) -> bool:
+        return self._shares
+
+    def _pass_kind(self, policy: str, *, scalar: bool, trains: bool) -> tuple[PassKind, int]:
+        def run(data: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return PassKind(policy, run, self._device, lambda rng, count: rng.integers(0, 9, count).astype(np.int32), True), 0
+
+
+def test_memory_that_runs_out_on_a_rank_while_a_pass_is_measured_ends_no_rank_that_does_not_wait_for_it() -> None:
+    with pytest.raises(AgreedError) as agreed:
+        FullRank(exchanges=False).room_share("p", scalar=False, trains=True, measured=True)
+    assert isinstance(agreed.value.problem, TrainerError)
+    assert "not enough memory" in str(agreed.value.problem)
+    with pytest.raises(TrainerError, match="not enough memory"):
+        FullRank(exchanges=True).room_share("p", scalar=False, trains=True, measured=True)
