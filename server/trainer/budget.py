@@ -54,7 +54,12 @@ class ModelSize:
         fixed = 64e6 + 8.0 * max(p.numel() for p in model.trainable().values())
         held = 2 if recomputes else layers  # layers of which intermediate results are held at once
         per_long_key = 4.0 * heads * width * size * held
-        rough = PassCost(fixed, per_token, 8.0 * heads * held, per_long_key, model.vocabulary, model.hidden_size)
+        # Keys and values, and their gradients in one layer; a CPU's products take them without a copy for each query head.
+        copied_heads = heads if model.device.type == "cuda" else int(getattr(text, "num_key_value_heads", None) or heads)
+        per_copied_key = 0.0 if model.flex else 2.0 * copied_heads * width * size * (held + 1)
+        rough = PassCost(
+            fixed, per_token, 8.0 * heads * held, per_long_key, model.vocabulary, model.hidden_size, per_copied_key
+        )
         kinds = getattr(text, "layer_types", None) or ()
         return ModelSize(rough, "sliding_attention" in kinds or bool(getattr(text, "sliding_window", None)), model.longest)
 
@@ -97,9 +102,15 @@ class MemoryBudget:
         free = self._free(device)
         return None if free is None else free / sharing
 
-    def check_state(self, parameters: Iterable[torch.nn.Parameter], free: float | None, ranks: int = 1) -> None:
+    def check_state(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        free: float | None,
+        ranks: int = 1,
+        wholes: Iterable[torch.nn.Parameter] = (),
+    ) -> None:
         """Is there room, in so many bytes, for the optimizer state and the gradients of these parameters, or for what each of
-        several ranks has of them?
+        several ranks has of them? The gradients of `wholes`, which are among them, are whole on each.
 
         Raises:
             TooLargeError: there is not; nothing was made.
@@ -107,6 +118,7 @@ class MemoryBudget:
         moments = 2 if self._config.optimizer == "adamw_8bit" else 8
         # A gradient and the moments; and a master, where the parameter is none itself.
         needed = sum(p.numel() * (4 + moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters) / ranks
+        needed += sum(p.numel() * 4 for p in wholes) * (1 - 1 / ranks)
         if free is not None and needed > free:
             raise TooLargeError(
                 f"to train all parameters takes {gib(needed)} beside the model, and {gib(max(free, 0))} are free",
@@ -184,23 +196,31 @@ class MemoryBudget:
 
 
 def _measured(kind: PassKind, size: ModelSize) -> PassCost:
-    """The cost from passes of at most 192 tokens: some of several short sequences, one of a long one."""
+    """The cost from passes of at most 192 tokens: of short sequences, of a long one, and of some that begin alike."""
     rng = np.random.default_rng(0)
     whole = min(CALIBRATION_TOKENS, size.longest or CALIBRATION_TOKENS)
     count = max(whole // _PIECE, 2)
     piece = min(_PIECE, whole)
     kind.run(_sequences(rng, kind, 1, piece))  # what is made once and stays is made now
     measured: dict[PassShape, int] = {}
-    for sequences, tokens in ((1, piece), (count, piece), (1, whole)):
-        data = _sequences(rng, kind, sequences, tokens)
+    for sequences, tokens, alike in (
+        (1, piece, 0),
+        (count, piece, 0),
+        (1, whole, 0),
+        (count, (whole + piece) // 2, whole // 2),
+    ):
+        data = _sequences(rng, kind, sequences, tokens, alike)
         (pack,) = pack_data(data, 1 << 20)
         measured[pass_shape(pack)] = peak_bytes(kind.device, lambda data=data: kind.run(data))  # type: ignore[misc]
     return fitted(size.rough, measured)
 
 
-def _sequences(rng: np.random.Generator, kind: PassKind, count: int, tokens: int) -> list[Datum]:
-    """Sequences of which the last target only is weighted, so that the head's part is small."""
+def _sequences(rng: np.random.Generator, kind: PassKind, count: int, tokens: int, alike: int = 0) -> list[Datum]:
+    """Sequences of which the last target only is weighted, so that the head's part is small; the first so many tokens are the
+    same in all."""
     weights = np.zeros(tokens, np.float32)
     weights[-1] = 1
-    drawn = (kind.random_tokens(rng, tokens + 1) for _ in range(count))
+    drawn = [kind.random_tokens(rng, tokens + 1) for _ in range(count)]
+    for ids in drawn:
+        ids[:alike] = drawn[0][:alike]
     return [Datum((TokenChunk(ids[:-1]),), ids[1:], {"weights": weights}) for ids in drawn]

@@ -100,9 +100,10 @@ class LeadTrainer(RankTrainer):
         self._known.add(policy)
 
     def _check_state(self) -> None:
-        """For the rank that has least. What each holds whole, the gradients of what is no layer, is not counted."""
+        """For the rank that has least."""
         known = [free for free in self._all("free_share", [()] * self._ranks.count) if free is not None]
-        self._budget.check_state(self._model.trainable().values(), min(known, default=None), self._ranks.count)
+        parameters, wholes = self._model.trainable().values(), self._ranks.wholes(self._model)
+        self._budget.check_state(parameters, min(known, default=None), self._ranks.count, wholes)
 
     def delete_policy(self, policy: str) -> None:
         self._others.check()

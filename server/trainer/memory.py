@@ -30,22 +30,25 @@ class PassShape:
     """Keys of the long tiles, which hold no scores: their prompt's rows are computed once more for each."""
     masked: int = 0
     """Entries of the masks of long tiles, which are made once for all layers."""
+    copied_keys: int = 0
+    """Keys that the other tiles see besides their own rows, those of prefixes and prompts: each tile has them copied."""
 
 
 def pass_shape(pack: Pack, *, windowed: bool = False) -> PassShape:
     """The shape of a pack's pass; `windowed`: some layer attends within a sliding window, which takes a mask of its own."""
-    scores = long_keys = masked = 0
+    scores = long_keys = masked = copied_keys = 0
     for group in pack.groups:
         for start, stop in group.tiles(TILE_ROWS):
             rows = stop - start
             keys = group.prefix_length + (rows if start == group.start else group.prompt + rows)
             if rows <= LONG_ROWS:
                 scores += rows * keys
+                copied_keys += keys - rows
             else:
                 long_keys += keys
                 if windowed or not is_one_sequence(group, start, stop):
                     masked += rows * keys
-    return PassShape(len(pack), len(pack.rows_N), scores, long_keys, masked)
+    return PassShape(len(pack), len(pack.rows_N), scores, long_keys, masked, copied_keys)
 
 
 def sequence_shape(tokens: int, *, windowed: bool = False) -> PassShape:
@@ -65,9 +68,11 @@ class PassCost:
     per_long_key: float
     vocabulary: int
     hidden_size: int
+    per_copied_key: float = 0.0
 
     def bytes(self, shape: PassShape) -> float:
         variable = self.per_token * shape.tokens + self.per_score * shape.scores + self.per_long_key * shape.long_keys
+        variable += self.per_copied_key * shape.copied_keys
         head = head_bytes(shape.targets, self.vocabulary, self.hidden_size)
         return self.fixed + variable + head + MASK_BYTES * shape.masked
 
@@ -84,14 +89,18 @@ class PassCost:
 
 
 def fitted(begun: PassCost, measured: Mapping[PassShape, int]) -> PassCost:
-    """The cost whose first three factors explain best what was measured of three passes or more with few targets; no factor is
-    below 0, and no pass that was measured is underestimated."""
-    rows = [(1.0, float(shape.tokens), float(shape.scores)) for shape in measured]
-    factors, *_ = np.linalg.lstsq(np.array(rows), np.array(list(measured.values()), np.float64), rcond=None)
+    """The cost whose first three factors explain best what was measured of three passes or more with few targets and without
+    copied keys; no factor is below 0, and no pass that was measured is underestimated. Passes with copied keys raise the factor
+    of those that was `begun` with, if they took more."""
+    plain = {shape: peak for shape, peak in measured.items() if not shape.copied_keys}
+    rows = [(1.0, float(shape.tokens), float(shape.scores)) for shape in plain]
+    factors, *_ = np.linalg.lstsq(np.array(rows), np.array(list(plain.values()), np.float64), rcond=None)
     fixed, per_token, per_score = (max(0.0, float(factor)) for factor in factors)
     cost = replace(begun, fixed=fixed, per_token=per_token, per_score=per_score)
-    short = max(peak - cost.bytes(shape) for shape, peak in measured.items())
-    return replace(cost, fixed=fixed + max(0.0, short))
+    short = max(peak - cost.bytes(shape) for shape, peak in plain.items())
+    cost = replace(cost, fixed=fixed + max(0.0, short))
+    more = [(peak - cost.bytes(shape)) / shape.copied_keys for shape, peak in measured.items() if shape.copied_keys]
+    return replace(cost, per_copied_key=cost.per_copied_key + max([0.0, *more]))
 
 
 def plan_packs(

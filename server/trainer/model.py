@@ -51,7 +51,7 @@ class PackedModel:
             raise UnknownModelError(f"cannot load a causal language model from {model_dir}: {error}") from error
         self.model.to(device).eval().requires_grad_(False)
         self.device, self.dtype = device, dtype
-        self._flex = flex
+        self.flex = flex
         self.config = self.model.config
         self.images = images
         text = self.config.get_text_config()
@@ -133,7 +133,7 @@ class PackedModel:
             **inputs,
             position_ids=self._tensor(pack.positions_T)[None],
             use_cache=False,
-            packed=PackLayout(pack, self.dtype, self.device, flex=self._flex),
+            packed=PackLayout(pack, self.dtype, self.device, flex=self.flex),
         ).last_hidden_state[0]
         return hidden_TH[self._tensor(pack.rows_N)]
 

@@ -78,6 +78,10 @@ class MasterOptimizer:
     def _no_gradient(self, name: str) -> torch.Tensor:
         return torch.zeros_like(self.masters[name])
 
+    def _gradient_size(self, name: str) -> int:
+        """Numbers of an accumulated gradient."""
+        return self.masters[name].numel()
+
     def gradient(self, name: str) -> torch.Tensor:
         """A parameter's accumulated gradient, float32, to add to in place; zeros if there is none yet."""
         if name not in self._filled:
@@ -98,7 +102,7 @@ class MasterOptimizer:
     def pending_bytes(self) -> int:
         """Memory that the next pass takes for gradients, beside what is taken: buffers that are not made yet, and copies of
         those in use."""
-        missing = sum(4 * master.numel() for name, master in self.masters.items() if name not in self._gradients)
+        missing = sum(4 * self._gradient_size(name) for name in self.parameters if name not in self._gradients)
         return missing + sum(4 * self._gradients[name].numel() for name in self._filled)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:

@@ -77,11 +77,21 @@ class RankTrainer(TorchTrainer):
         return self._ranks.count if self._device.type == "cpu" else 1
 
     def room_share(self, policy: str, scalar: bool, trains: bool, measured: bool) -> Room:
-        """What there is for a pass on this rank. To measure one, all ranks make it."""
+        """What there is for a pass on this rank. To measure one, all ranks make it.
+
+        Raises:
+            AgreedError: memory ran out while one was measured that exchanges nothing.
+        """
         kind, reserve = self._pass_kind(policy, scalar=scalar, trains=trains)
         if self._device.type == "cpu" and self._exchanges(policy):
             reserve += _GATHERED * self._ranks.layer_bytes(self._model)
-        return self._budget.room(kind, self._size, reserve=reserve, measured=measured, sharing=self._sharing)
+        try:
+            with memory_explained():
+                return self._budget.room(kind, self._size, reserve=reserve, measured=measured, sharing=self._sharing)
+        except TrainerError as error:
+            if self._exchanges(policy):
+                raise  # the others are waiting in the middle of a pass
+            raise AgreedError(error) from error
 
     def _exchanges(self, policy: str) -> bool:
         """Whether the passes of the policy and its critic need all ranks."""

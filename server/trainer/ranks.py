@@ -158,6 +158,12 @@ class Ranks:
         packed.names.update({name: getattr(*place) for name, place in places.items()})
 
     @staticmethod
+    def wholes(packed: PackedModel) -> list[torch.nn.Parameter]:
+        """The parameters that `shard` leaves, or has left, whole on every rank."""
+        inside = {id(parameter) for layer in _layers(packed) for parameter in layer.parameters()}
+        return [parameter for parameter in packed.trainable().values() if id(parameter) not in inside]
+
+    @staticmethod
     def layer_bytes(packed: PackedModel) -> int:
         """Of the largest layer, whole."""
         return max((sum(p.nbytes for p in layer.parameters()) for layer in _layers(packed)), default=0)

@@ -38,6 +38,10 @@ class RowOptimizer(MasterOptimizer):
         like = self.masters[name] if isinstance(parameter, DTensor) else parameter
         return torch.zeros_like(like, dtype=torch.float32, requires_grad=False)
 
+    def _gradient_size(self, name: str) -> int:
+        parameter = self.parameters[name]
+        return (self.masters[name] if isinstance(parameter, DTensor) else parameter).numel()
+
     def _take_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
         summed = self._ranks.sum_rows([self.gradient(name) for name in self._wholes])
         own = dict(zip(self._wholes, summed, strict=True))

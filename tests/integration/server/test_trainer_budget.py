@@ -47,6 +47,22 @@ def test_what_a_pass_takes_is_foreseen_from_smaller_ones(tiny_model_dir: Path, a
     assert taken <= cost.bytes(pass_shape(pack)) <= 4 * taken
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("count", "prefix"), [(40, 150), (100, 100)])
+def test_copies_of_a_shared_prefix_are_foreseen(tiny_model_dir: Path, again: bool, count: int, prefix: int) -> None:
+    cost = measured_cost(tiny_model_dir, activation_checkpointing=again)
+    trainer, rng = budgeted(tiny_model_dir, activation_checkpointing=again), np.random.default_rng(0)
+    begun = rng.integers(3, 512, prefix)
+    data = [make_datum(rng, np.concatenate([begun, rng.integers(3, 512, 3)]), 2) for _ in range(count)]
+    (pack,) = pack_data(data, 2048)
+    assert len(pack.groups) == count + 1
+    trainer._config = trainer._budget._config = trainer._config.model_copy(update={"pack_tokens": 2048})
+    trainer.forward_backward("p", data, PPO, 1.0)
+    trainer.optim_step("p", AdamParams(learning_rate=0.0))
+    taken = peak_bytes(torch.device("cpu"), lambda: trainer.forward_backward("p", data, PPO, 1.0))
+    assert taken <= cost.bytes(pass_shape(pack)) <= 4 * taken
+
+
 def room(model_dir: Path, tokens: int) -> float:
     """`memory_gb` for about so many tokens of one sequence."""
     return measured_cost(model_dir).bytes(sequence_shape(tokens)) * 1e-9

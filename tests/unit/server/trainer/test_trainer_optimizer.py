@@ -1,13 +1,20 @@
 """AdamW on float32 masters."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from opentinker.client.messages import AdamParams
-from opentinker.errors import TrainerError
+from opentinker.config.server import TrainerConfig
+from opentinker.errors import TooLargeError, TrainerError
+from opentinker.server.trainer.budget import MemoryBudget
 from opentinker.server.trainer.optimizer import MasterOptimizer
+from opentinker.server.trainer.ranks import Ranks, rows_of
+from opentinker.server.trainer.row_optimizer import RowOptimizer
 
 PARAMS = AdamParams(learning_rate=0.01, weight_decay=0.1, max_grad_norm=None)
 
@@ -159,3 +166,31 @@ def test_a_closed_optimizer_leaves_the_parameters_frozen() -> None:
     weight = parameter()
     MasterOptimizer({"w": weight}).close()
     assert not weight.requires_grad
+
+
+def rows_on_first_of(count: int, tensor: torch.Tensor) -> torch.Tensor:
+    start, stop = rows_of(tensor.shape[0], count, 0)
+    return tensor[start:stop]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_what_is_foreseen_for_gradients_is_what_they_take_on_each_of_several_ranks(count: int) -> None:
+    ranks = SimpleNamespace(rows=lambda tensor: rows_on_first_of(count, tensor))
+    weights = {"embeddings": nn.Parameter(torch.zeros(64, 16)), "norm": nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))}
+    optimizer = RowOptimizer(weights, cast(Ranks, ranks))
+    foreseen = optimizer.pending_bytes()
+    sum(weight.float().sum() for weight in weights.values()).backward()  # type: ignore[union-attr]
+    taken = sum(gradient.nbytes for gradient in optimizer.gradients().values())
+    assert foreseen == taken == 4 * (64 * 16 + 16)
+    assert optimizer.pending_bytes() == taken  # a copy, for as long as a pass may fail
+    optimizer.clear_gradients()
+    assert optimizer.pending_bytes() == 0
+
+
+@pytest.mark.parametrize(("ranks", "needed"), [(1, 12 * 3000), (4, 12 * 3000 / 4 + 4 * 1000 * 3 / 4)])
+def test_gradients_that_are_whole_on_every_rank_need_room_on_each(ranks: int, needed: float) -> None:
+    layer, head = nn.Parameter(torch.zeros(2000)), nn.Parameter(torch.zeros(1000))
+    budget = MemoryBudget(TrainerConfig())
+    budget.check_state([layer, head], needed, ranks, [head])
+    with pytest.raises(TooLargeError, match="to train all parameters"):
+        budget.check_state([layer, head], needed - 1, ranks, [head])
