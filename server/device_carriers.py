@@ -29,8 +29,8 @@ def _room(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
     return grown
 
 
-def _written(device: torch.device) -> None:
-    """Wait until what was copied on this device is there: another process does not see this one's streams."""
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until what this thread copies from or to this device is done: another process does not see this one's streams."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -110,7 +110,7 @@ class IpcCarrier:
                 self._exports = tuple(_exported(self._memory) for _ in range(self._ranks))
             except Exception as error:
                 raise WeightSyncError(f"the trainer's GPU memory cannot be shared: {error}") from error
-        _written(self._device)
+        wait_for_copies(self._device)
         return IpcPayload(self._exports, nbytes)
 
     def deliver(self, nbytes: int) -> None:

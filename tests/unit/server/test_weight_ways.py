@@ -7,7 +7,8 @@ import queue
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from opentinker.config.base import parse_config
 from opentinker.config.server import EngineConfig
 from opentinker.errors import ConfigError, WeightSyncError
 from opentinker.server import device_carriers, ways
-from opentinker.server.buckets import Arrivals, Bucket, BucketAck
+from opentinker.server.buckets import Arrivals, Bucket, BucketAck, Entry
 from opentinker.server.carriers import Payload
 from opentinker.server.device_carriers import IpcPayload, Joined, read_device_probe
 from opentinker.server.device_groups import Group, Invitation, within
@@ -26,6 +27,7 @@ from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import WeightAck
 from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
 from opentinker.server.engine.remote import RemoteEngine
+from opentinker.server.engine.transformers_engine import TransformersEngine
 from opentinker.server.ways import Wish, kinds_to_try
 
 RANKS = 2
@@ -264,6 +266,40 @@ def test_memory_that_cannot_be_opened_any_more_is_an_error_of_the_publish(gpu: G
         with pytest.raises(WeightSyncError, match="GPU memory cannot be opened here: peer access is not supported"):
             remote.update_weights(WEIGHTS.items(), 2)
         assert remote.version == 1
+
+
+class Queued(torch.nn.Parameter):
+    """A parameter on a GPU, as far as copies into it are concerned: they run when somebody waits for the stream."""
+
+    waiting: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> "Queued":
+        self.waiting.append((self.data, other))
+        return self
+
+    @classmethod
+    def run(cls) -> None:
+        for target, source in cls.waiting:
+            target.copy_(source)
+        cls.waiting.clear()
+
+
+def test_the_transformers_engine_acknowledges_a_bucket_when_all_of_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=Queued.run))
+    engine = object.__new__(TransformersEngine)
+    engine._device = torch.device("cuda")
+    engine._parameters = {"a": Queued(torch.zeros(64)), "b": Queued(torch.zeros(64))}
+    engine._arrivals, engine._received, engine._written = Arrivals(0, 1), {}, {}
+    sent = torch.arange(128, dtype=torch.float32)
+    memory = sent.view(torch.uint8).clone()
+    halves = [
+        Entry(name, "float32", (64,), start, 256, tensor_digest(sent[start // 4 :][:64]))
+        for name, start in (("a", 0), ("b", 256))
+    ]
+    engine.take_bucket(Bucket(1, 0, 0, tuple(halves)), cast(Payload, SimpleNamespace(open=lambda: memory)))
+    memory.zero_()  # it was acknowledged, so it is the sender's again
+    Queued.run()
+    assert torch.equal(torch.cat([engine._parameters["a"].data, engine._parameters["b"].data]), sent)
 
 
 def test_the_device_is_where_torch_takes_it_from() -> None:
