@@ -163,7 +163,7 @@ def _ipc(engine: Caller, ranks: int, device: torch.device) -> Way:
 def _nccl(engine: Caller, ranks: int, device: torch.device) -> Way:
     invitation = invite(ranks)
     answer = engine.start("join_group", invitation)  # it waits there for this end
-    group = join(invitation, 0, device)
+    group = join(invitation, 0, device, answer=answer)
     try:
         answer.result(JOIN_S)
     except TimeoutError:

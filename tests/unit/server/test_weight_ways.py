@@ -4,6 +4,7 @@ The GPU is faked where torch and NCCL would be called; all of ours is real."""
 import inspect
 import logging
 import queue
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -58,7 +59,7 @@ class Gpu:
         self.opened.append(arguments[7])
         return self.exported[arguments[7]]
 
-    def join(self, invitation: Invitation, rank: int, device: Any, timeout_s: float = 0.0) -> Group:
+    def join(self, invitation: Invitation, rank: int, device: Any, answer: Any = None) -> Group:
         if not self.connects:
             raise WeightSyncError(f"rank {rank} waited for the others in vain")
         self.groups += rank == 0
@@ -311,6 +312,38 @@ def test_a_peer_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None
     answers: queue.Queue[Group] = queue.Queue()
     with pytest.raises(WeightSyncError, match=r"rank 0 of 3 of the weights' NCCL group waited 0\.01 s for the others"):
         within(answers.get, 0.01, "rank 0 of 3")
-    answers.put(cast(Group, "all came"))  # frees the thread that was left behind
+    answers.put(cast(Group, SimpleNamespace(close=lambda: None)))  # frees the thread that was left behind
     with pytest.raises(WeightSyncError, match="rank 1 of 3 of the weights' NCCL group cannot join: no such device"):
         within(lambda: (_ for _ in ()).throw(RuntimeError("no such device")), 60, "rank 1 of 3")
+
+
+def test_a_refusal_of_the_engine_to_join_ends_the_wait_for_it_and_is_the_cause(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+
+    def join(invitation: Invitation, rank: int, device: Any, answer: Any = None) -> Group:
+        return within(lambda: cast(Group, never.wait()), START_S, f"rank {rank}", answer)
+
+    def refuse(invitation: Invitation) -> None:
+        raise WeightSyncError("this engine joins no group", hint="set engine.kind=vllm")
+
+    monkeypatch.setattr(ways, "join", join)
+    with connected(gpu, "nccl") as (remote, engine):
+        monkeypatch.setattr(engine, "join_group", refuse)
+        with pytest.raises(WeightSyncError, match="nccl: this engine joins no group"):
+            remote.update_weights(WEIGHTS.items(), 1)
+    never.set()
+
+
+def test_a_group_that_is_connected_when_nobody_waits_for_it_any_more_is_left() -> None:
+    connected_late, left = threading.Event(), threading.Event()
+
+    def connect() -> Group:
+        connected_late.wait(START_S)
+        return cast(Group, SimpleNamespace(close=left.set))
+
+    with pytest.raises(WeightSyncError, match="in vain"):
+        within(connect, 0.01, "rank 0 of 3")
+    connected_late.set()
+    assert left.wait(START_S)
