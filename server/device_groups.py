@@ -17,6 +17,9 @@ from opentinker.errors import WeightSyncError
 
 JOIN_S = 120.0
 """How long a rank waits for the others to come."""
+RECEIVE_S = 60.0
+"""How long an engine rank waits for a bucket that was announced to it. Less than `JOIN_S`: then it is free for a next group."""
+LAUNCH_S = 1.0
 
 T = TypeVar("T")
 
@@ -28,11 +31,17 @@ class Group(Protocol):
     def device(self) -> torch.device: ...
 
     def broadcast(self, memory: torch.Tensor) -> None:
-        """Bring rank 0's uint8[n] to the `memory` of all; on the current stream."""
+        """Bring rank 0's uint8[n] to the `memory` of all. Returns when it is there, and waits without end for a rank that does
+        not come: see `bring`.
+
+        Raises:
+            WeightSyncError: the group was closed, before or meanwhile.
+        """
         ...
 
     def close(self) -> None:
-        """Leave; whoever waits for this rank is freed."""
+        """Leave, within seconds; idempotent. It ends a `broadcast` in another thread of this process; the other ranks are not
+        told, and have a deadline of their own."""
         ...
 
 
@@ -50,6 +59,10 @@ class NcclGroup:
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
+        # Not the trainer's or the engine's: what waits for one of theirs never waits for another rank.
+        self._stream = torch.cuda.Stream(communicator.device)  # type: ignore[no-untyped-call]
+        self._launching = threading.Lock()
+        self._closed = False
 
     @property
     def device(self) -> torch.device:
@@ -57,10 +70,26 @@ class NcclGroup:
         return device
 
     def broadcast(self, memory: torch.Tensor) -> None:
-        self._communicator.broadcast(memory, src=0, stream=torch.cuda.current_stream(self.device))
+        with torch.cuda.device(self.device):
+            with self._launching:
+                self._check()  # vLLM's communicator would let it pass
+                self._communicator.broadcast(memory, src=0, stream=self._stream)
+            self._stream.synchronize()
+        self._check()  # what is cut off ends as if it was done
 
     def close(self) -> None:
-        self._communicator.destroy()
+        self._closed = True
+        # A launch that is under way is let through, unless it waits for another rank, too: then it is cut off as well.
+        launched = self._launching.acquire(timeout=LAUNCH_S)
+        try:
+            self._communicator.destroy()  # ncclCommAbort, for which vLLM waits 5 s
+        finally:
+            if launched:
+                self._launching.release()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise WeightSyncError("the weights' NCCL group was closed")
 
 
 def invite(ranks: int) -> Invitation:
@@ -120,6 +149,33 @@ def within(connect: Callable[[], Group], timeout_s: float, who: str, answer: "Fu
         if isinstance(error, TimeoutError):
             raise WeightSyncError(f"{who} of the weights' NCCL group waited {timeout_s:g} s for the others in vain") from None
         raise
+
+
+def bring(group: Group, memory: torch.Tensor, timeout_s: float, answer: "Future[Any] | None" = None) -> None:
+    """`group.broadcast` with an end: this thread waits for no stream that waits for another rank. If it fails, the group is
+    closed. `answer` is that of the other ranks, if they give one.
+
+    Raises:
+        WeightSyncError: the group is broken.
+        TimeoutError: a rank does not come in time.
+        The error of `answer`: a rank failed.
+    """
+    wait_for_copies(memory.device)  # the group's stream does not see those of others
+    brought = in_thread(lambda: group.broadcast(memory), "broadcast")
+    try:
+        outcome(brought, timeout_s, answer)
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # what it failed with is the cause
+            group.close()
+        if brought.done() and brought.exception() is error:
+            raise WeightSyncError(f"the weights' NCCL group is broken: {error}") from error
+        raise
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until what this thread copies from or to this device is done: another process does not see this one's streams."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _leave(joined: "Future[Group]") -> None:

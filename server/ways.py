@@ -133,10 +133,10 @@ class DeviceWay:
             carrier.close()
 
     def close(self) -> None:
-        self.rest()
         group, self._group = self._group, None
         if group is not None:
             group.close()
+        self.rest()
 
 
 def _host(engine: Caller, ranks: int, device: torch.device) -> Way:

@@ -33,8 +33,8 @@ from opentinker.config.server import EngineConfig
 from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck
 from opentinker.server.carriers import Payload
-from opentinker.server.device_carriers import IpcPayload, read_device_probe, wait_for_copies
-from opentinker.server.device_groups import Invitation
+from opentinker.server.device_carriers import IpcPayload, read_device_probe
+from opentinker.server.device_groups import Invitation, wait_for_copies
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed, sampling_logprobs

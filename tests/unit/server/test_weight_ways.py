@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -18,12 +18,12 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from opentinker.config.base import parse_config
 from opentinker.config.server import EngineConfig
-from opentinker.errors import ConfigError, WeightSyncError
+from opentinker.errors import ConfigError, DeadlineError, OpenTinkerError, ServerLostError, WeightSyncError
 from opentinker.server import device_carriers, ways
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck, Entry
 from opentinker.server.carriers import Payload
-from opentinker.server.device_carriers import IpcPayload, Joined, read_device_probe
-from opentinker.server.device_groups import Group, Invitation, within
+from opentinker.server.device_carriers import BroadcastPayload, IpcPayload, Joined, read_device_probe
+from opentinker.server.device_groups import Group, Invitation, NcclGroup, in_thread, within
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import WeightAck
 from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
@@ -347,3 +347,111 @@ def test_a_group_that_is_connected_when_nobody_waits_for_it_any_more_is_left() -
         within(connect, 0.01, "rank 0 of 3")
     connected_late.set()
     assert left.wait(START_S)
+
+
+@dataclass
+class Waiting(FakeGroup):
+    """A broadcast that waits, as NCCL's do, for ranks that do not come, until its group is closed."""
+
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def broadcast(self, memory: torch.Tensor) -> None:
+        self.closing.wait()
+        raise WeightSyncError("the group was closed")
+
+    def close(self) -> None:
+        super().close()
+        self.closing.set()
+
+
+@contextmanager
+def broadcasting(gpu: Gpu, group: Group, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteEngine, TwoRanks]]:
+    """The trainer's end of the group is this one; the engine's is not there."""
+    monkeypatch.setattr(ways, "join", lambda *_, answer: group)
+    with connected(gpu, "nccl") as (remote, engine):
+        monkeypatch.setattr(engine, "join_group", lambda invitation: None)
+        yield remote, engine
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_error_of_a_rank_ends_a_broadcast_that_it_does_not_come_to(
+    lost: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Waiting(gpu, 0)
+    with broadcasting(gpu, group, monkeypatch) as (remote, engine):
+
+        def fail(bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
+            if lost:
+                remote._lose(ServerLostError("the engine's process died"))
+            raise torch.OutOfMemoryError("no memory for a bucket")
+
+        monkeypatch.setattr(engine, "take_bucket", fail)
+        with pytest.raises(OpenTinkerError, match="process died" if lost else "no memory for a bucket"):
+            remote.update_weights(WEIGHTS.items(), 1)
+        assert group.closing.is_set(), "its thread would stay"
+        assert remote.version == 0
+
+
+def test_a_broadcast_that_a_rank_does_not_come_to_ends_in_time_though_the_rank_says_nothing(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, free = Waiting(gpu, 0), threading.Event()
+    with broadcasting(gpu, group, monkeypatch) as (remote, engine):
+        remote._ack_s = 0.05
+        monkeypatch.setattr(engine, "take_bucket", lambda *_: free.wait())
+        with pytest.raises(DeadlineError, match=r"did not come for a bucket within 0\.05 s"):
+            remote.update_weights(WEIGHTS.items(), 1)
+        free.set()
+    assert group.closing.is_set()
+
+
+def test_an_engine_rank_does_not_wait_without_end_for_a_trainer_that_failed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_carriers, "RECEIVE_S", 0.05)
+    group = Waiting(gpu, 1)
+    Joined.replace(group)
+    with pytest.raises(WeightSyncError, match=r"engine rank 1 did not receive a bucket: it did not come within 0\.05 s"):
+        BroadcastPayload(8).open(1)
+    assert group.closing.is_set()
+    with pytest.raises(WeightSyncError, match="has not joined"):
+        BroadcastPayload(8).open(1)  # that of the next bucket, which was announced as well
+
+
+def test_a_rank_without_memory_for_a_bucket_says_so_and_leaves(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    Joined.replace(Waiting(gpu, 1))
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(WeightSyncError, match="engine rank 1 did not receive a bucket: out of memory"):
+        BroadcastPayload(8).open(1)
+    assert Joined.group is None
+
+
+class Communicator:
+    """vLLM's, whose broadcasts pass unnoticed once it was destroyed."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.entered, self.destroyed = threading.Event(), threading.Event()
+
+    def broadcast(self, memory: torch.Tensor, src: int, stream: Any) -> None:
+        self.entered.set()
+
+    def destroy(self) -> None:
+        self.destroyed.set()
+
+
+def test_a_broadcast_that_is_cut_off_by_a_close_is_an_error_and_so_is_one_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator = Communicator()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=communicator.destroyed.wait))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    group = NcclGroup(communicator)
+    brought = in_thread(lambda: group.broadcast(torch.zeros(1)), "broadcast")
+    assert communicator.entered.wait(START_S)
+    group.close()
+    with pytest.raises(WeightSyncError, match="was closed"):
+        brought.result(START_S)
+    with pytest.raises(WeightSyncError, match="was closed"):
+        group.broadcast(torch.zeros(1))
+    group.close()
