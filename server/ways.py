@@ -116,7 +116,7 @@ class HostWay:
 
 
 class DeviceWay:
-    """A GPU's memory, which is held during an update only."""
+    """A GPU's memory, which is held during an update only; then it is the allocator's, for whatever this process computes."""
 
     def __init__(self, kind: Kind, make: Callable[[], Carrier], group: Group | None = None) -> None:
         self.kind = kind
@@ -149,7 +149,10 @@ def _host(engine: Caller, ranks: int, device: torch.device) -> Way:
 
 
 def _ipc(engine: Caller, ranks: int, device: torch.device) -> Way:
-    probe = Probe(IpcCarrier(device, ranks))
+    try:
+        probe = Probe(IpcCarrier(device, ranks))
+    except torch.OutOfMemoryError as error:
+        raise WeightSyncError(f"the trainer's GPU has no memory for a probe: {error}") from error
     try:
         seen = engine.call("read_probes", probe.payload)
     except BaseException:

@@ -22,7 +22,7 @@ from opentinker.errors import ConfigError, DeadlineError, OpenTinkerError, Serve
 from opentinker.server import device_carriers, ways
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck, Entry
 from opentinker.server.carriers import Payload
-from opentinker.server.device_carriers import BroadcastPayload, IpcPayload, Joined, read_device_probe
+from opentinker.server.device_carriers import BroadcastPayload, IpcCarrier, IpcPayload, Joined, read_device_probe
 from opentinker.server.device_groups import Group, Invitation, NcclGroup, in_thread, within
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import WeightAck
@@ -229,6 +229,21 @@ def test_the_hosts_memory_carries_them_where_neither_works_and_the_log_says_why(
     assert "event=weight_carrier kind=host" in caplog.text
     assert "cannot read the trainer's GPU memory" in caplog.text
     assert "waited for the others in vain" in caplog.text
+
+
+def test_no_memory_for_a_probe_is_a_reason_for_the_next_way(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(carrier: IpcCarrier, nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gpu.connects = False
+    monkeypatch.setattr(IpcCarrier, "room", full)
+    with caplog.at_level(logging.WARNING), connected(gpu) as (remote, engine):
+        remote.update_weights(WEIGHTS.items(), 1)
+        assert_arrived(engine)
+        assert kind_of(remote) == "host"
+    assert "no memory for a probe: CUDA out of memory" in caplog.text
 
 
 @pytest.mark.parametrize("wish", ["ipc", "nccl"])
