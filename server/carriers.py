@@ -3,7 +3,8 @@
 import mmap
 import os
 import secrets
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +39,14 @@ class Carrier(Protocol):
         """What the receivers are sent for the first `nbytes`."""
         ...
 
-    def deliver(self, nbytes: int) -> None:
-        """Bring these to receivers that do not fetch them; they have been sent the payload."""
+    def deliver(self, nbytes: int, answer: "Future[Any]", timeout_s: float) -> None:
+        """Bring these to receivers that do not fetch them; they have been sent the payload, and `answer` will be their
+        acknowledgement.
+
+        Raises:
+            The error of `answer`: a receiver failed before it came for them.
+            DeadlineError: a receiver does not come in time.
+        """
         ...
 
     def close(self) -> None:
@@ -89,7 +96,7 @@ class SharedCarrier:
     def payload(self, nbytes: int) -> SharedPayload:
         return SharedPayload(f"/proc/{os.getpid()}/fd/{self._fd}", nbytes)
 
-    def deliver(self, nbytes: int) -> None:
+    def deliver(self, nbytes: int, answer: "Future[Any]", timeout_s: float) -> None:
         """They map it."""
 
     def close(self) -> None:
@@ -124,7 +131,7 @@ class InlineCarrier:
     def payload(self, nbytes: int) -> InlinePayload:
         return InlinePayload(self._memory[:nbytes].numpy())
 
-    def deliver(self, nbytes: int) -> None:
+    def deliver(self, nbytes: int, answer: "Future[Any]", timeout_s: float) -> None:
         """They have it."""
 
     def close(self) -> None:

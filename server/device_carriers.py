@@ -6,15 +6,16 @@ nothing that could be checked; here every bucket is acknowledged with digests, a
 
 import contextlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from opentinker.errors import WeightSyncError
+from opentinker.errors import DeadlineError, WeightSyncError
 from opentinker.server.carriers import Payload, read_probe
-from opentinker.server.device_groups import Group
+from opentinker.server.device_groups import RECEIVE_S, Group, bring, wait_for_copies
 
 _DEVICE = 6
 """Where `rebuild_cuda_tensor` is told the device, which has another number in another process."""
@@ -27,12 +28,6 @@ def _room(memory: torch.Tensor, nbytes: int) -> torch.Tensor:
     grown = torch.empty(nbytes, dtype=torch.uint8, device=memory.device)
     grown[: memory.numel()].copy_(memory)
     return grown
-
-
-def _written(device: torch.device) -> None:
-    """Wait until what was copied on this device is there: another process does not see this one's streams."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 class IpcPayload:
@@ -110,10 +105,10 @@ class IpcCarrier:
                 self._exports = tuple(_exported(self._memory) for _ in range(self._ranks))
             except Exception as error:
                 raise WeightSyncError(f"the trainer's GPU memory cannot be shared: {error}") from error
-        _written(self._device)
+        wait_for_copies(self._device)
         return IpcPayload(self._exports, nbytes)
 
-    def deliver(self, nbytes: int) -> None:
+    def deliver(self, nbytes: int, answer: "Future[Any]", timeout_s: float) -> None:
         """They map it."""
 
     def close(self) -> None:
@@ -132,12 +127,14 @@ class BroadcastPayload:
         group = Joined.group
         if group is None:
             raise WeightSyncError(f"engine rank {rank} has not joined the trainer's group")
-        memory = torch.empty(self.nbytes, dtype=torch.uint8, device=group.device)
-        if self.nbytes:
-            try:
-                group.broadcast(memory)
-            except Exception as error:
-                raise WeightSyncError(f"engine rank {rank} did not receive a bucket: {error}") from error
+        try:
+            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=group.device)
+            if self.nbytes:
+                bring(group, memory, RECEIVE_S)
+        except Exception as error:
+            Joined.replace(None)  # so that it does not wait for what was announced after this
+            cause = f"it did not come within {RECEIVE_S:g} s" if isinstance(error, TimeoutError) else error
+            raise WeightSyncError(f"engine rank {rank} did not receive a bucket: {cause}") from error
         return memory
 
 
@@ -168,7 +165,7 @@ class BroadcastCarrier:
     def payload(self, nbytes: int) -> BroadcastPayload:
         return BroadcastPayload(nbytes)
 
-    def deliver(self, nbytes: int) -> None:
+    def deliver(self, nbytes: int, answer: "Future[Any]", timeout_s: float) -> None:
         """See `Carrier`.
 
         Raises:
@@ -176,9 +173,9 @@ class BroadcastCarrier:
         """
         if nbytes:
             try:
-                self._group.broadcast(self._memory[:nbytes])
-            except Exception as error:
-                raise WeightSyncError(f"a bucket could not be broadcast to the engine: {error}") from error
+                bring(self._group, self._memory[:nbytes], timeout_s, answer)
+            except TimeoutError:
+                raise DeadlineError(f"a rank of the engine did not come for a bucket within {timeout_s:g} s") from None
 
     def close(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=self._group.device)

@@ -53,7 +53,7 @@ class BucketSender:
 
         Raises:
             WeightSyncError: a bucket was lost, changed, or acknowledged otherwise than it was sent.
-            DeadlineError: a bucket is not acknowledged in time.
+            DeadlineError: a bucket is not taken or acknowledged in time.
         """
         entries: list[Entry] = []
         end = 0
@@ -85,8 +85,9 @@ class BucketSender:
         self._number += 1
         carrier = self._free.popleft()
         self._ledger.send(bucket)
-        self._under_way.append(_Sent(bucket, self._take(bucket, carrier.payload(bucket.nbytes)), carrier))
-        carrier.deliver(bucket.nbytes)
+        answer = self._take(bucket, carrier.payload(bucket.nbytes))
+        self._under_way.append(_Sent(bucket, answer, carrier))
+        carrier.deliver(bucket.nbytes, answer, self._ack_s)
 
     def _settle(self) -> None:
         """Wait for the oldest bucket under way."""

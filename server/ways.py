@@ -116,7 +116,7 @@ class HostWay:
 
 
 class DeviceWay:
-    """A GPU's memory, which is held during an update only."""
+    """A GPU's memory, which is held during an update only; then it is the allocator's, for whatever this process computes."""
 
     def __init__(self, kind: Kind, make: Callable[[], Carrier], group: Group | None = None) -> None:
         self.kind = kind
@@ -133,10 +133,10 @@ class DeviceWay:
             carrier.close()
 
     def close(self) -> None:
-        self.rest()
         group, self._group = self._group, None
         if group is not None:
             group.close()
+        self.rest()
 
 
 def _host(engine: Caller, ranks: int, device: torch.device) -> Way:
@@ -149,7 +149,10 @@ def _host(engine: Caller, ranks: int, device: torch.device) -> Way:
 
 
 def _ipc(engine: Caller, ranks: int, device: torch.device) -> Way:
-    probe = Probe(IpcCarrier(device, ranks))
+    try:
+        probe = Probe(IpcCarrier(device, ranks))
+    except torch.OutOfMemoryError as error:
+        raise WeightSyncError(f"the trainer's GPU has no memory for a probe: {error}") from error
     try:
         seen = engine.call("read_probes", probe.payload)
     except BaseException:
@@ -163,7 +166,7 @@ def _ipc(engine: Caller, ranks: int, device: torch.device) -> Way:
 def _nccl(engine: Caller, ranks: int, device: torch.device) -> Way:
     invitation = invite(ranks)
     answer = engine.start("join_group", invitation)  # it waits there for this end
-    group = join(invitation, 0, device)
+    group = join(invitation, 0, device, answer=answer)
     try:
         answer.result(JOIN_S)
     except TimeoutError:

@@ -34,7 +34,7 @@ from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck
 from opentinker.server.carriers import Payload
 from opentinker.server.device_carriers import IpcPayload, read_device_probe
-from opentinker.server.device_groups import Invitation
+from opentinker.server.device_groups import Invitation, wait_for_copies
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed, sampling_logprobs
@@ -451,7 +451,9 @@ class TransformersEngine:
     def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
         memory = payload.open()  # also of one that is refused: the sender may be bringing it
         self._arrivals.admit(bucket)
-        return [self._arrivals.note(bucket, self._write(bucket.tensors(memory)))]
+        digests = self._write(bucket.tensors(memory))
+        wait_for_copies(self._device)  # out of the sender's memory, which it fills again once this is acknowledged
+        return [self._arrivals.note(bucket, digests)]
 
     def finish_update(self, version: int, counts: Mapping[int, int]) -> Sequence[WeightAck]:
         IpcPayload.let_go()

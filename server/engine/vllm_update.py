@@ -84,8 +84,8 @@ def take_bucket(worker: Any, bucket: Bucket, payload: Payload) -> BucketAck:
     """
     from vllm.config import set_current_vllm_config
 
-    update: _Update = getattr(worker, _UPDATE)
     memory = payload.open(worker.rank)  # also of one that is refused: the sender may be bringing it to all ranks
+    update: _Update = getattr(worker, _UPDATE)
     update.arrivals.admit(bucket)
     digests: dict[str, str] = {}
     tensors = _received(bucket.tensors(memory), digests, tied=_is_tied(worker), device=worker.device)

@@ -4,10 +4,12 @@ The GPU is faked where torch and NCCL would be called; all of ours is real."""
 import inspect
 import logging
 import queue
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -16,16 +18,17 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from opentinker.config.base import parse_config
 from opentinker.config.server import EngineConfig
-from opentinker.errors import ConfigError, WeightSyncError
+from opentinker.errors import ConfigError, DeadlineError, OpenTinkerError, ServerLostError, WeightSyncError
 from opentinker.server import device_carriers, ways
-from opentinker.server.buckets import Arrivals, Bucket, BucketAck
+from opentinker.server.buckets import Arrivals, Bucket, BucketAck, Entry
 from opentinker.server.carriers import Payload
-from opentinker.server.device_carriers import IpcPayload, Joined, read_device_probe
-from opentinker.server.device_groups import Group, Invitation, within
+from opentinker.server.device_carriers import BroadcastPayload, IpcCarrier, IpcPayload, Joined, read_device_probe
+from opentinker.server.device_groups import Group, Invitation, NcclGroup, in_thread, within
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import WeightAck
 from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
 from opentinker.server.engine.remote import RemoteEngine
+from opentinker.server.engine.transformers_engine import TransformersEngine
 from opentinker.server.ways import Wish, kinds_to_try
 
 RANKS = 2
@@ -56,7 +59,7 @@ class Gpu:
         self.opened.append(arguments[7])
         return self.exported[arguments[7]]
 
-    def join(self, invitation: Invitation, rank: int, device: Any, timeout_s: float = 0.0) -> Group:
+    def join(self, invitation: Invitation, rank: int, device: Any, answer: Any = None) -> Group:
         if not self.connects:
             raise WeightSyncError(f"rank {rank} waited for the others in vain")
         self.groups += rank == 0
@@ -228,6 +231,21 @@ def test_the_hosts_memory_carries_them_where_neither_works_and_the_log_says_why(
     assert "waited for the others in vain" in caplog.text
 
 
+def test_no_memory_for_a_probe_is_a_reason_for_the_next_way(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(carrier: IpcCarrier, nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gpu.connects = False
+    monkeypatch.setattr(IpcCarrier, "room", full)
+    with caplog.at_level(logging.WARNING), connected(gpu) as (remote, engine):
+        remote.update_weights(WEIGHTS.items(), 1)
+        assert_arrived(engine)
+        assert kind_of(remote) == "host"
+    assert "no memory for a probe: CUDA out of memory" in caplog.text
+
+
 @pytest.mark.parametrize("wish", ["ipc", "nccl"])
 def test_a_way_that_is_asked_for_and_does_not_reach_the_engine_fails_before_anything_is_written(gpu: Gpu, wish: Wish) -> None:
     gpu.shares = gpu.connects = False
@@ -266,6 +284,40 @@ def test_memory_that_cannot_be_opened_any_more_is_an_error_of_the_publish(gpu: G
         assert remote.version == 1
 
 
+class Queued(torch.nn.Parameter):
+    """A parameter on a GPU, as far as copies into it are concerned: they run when somebody waits for the stream."""
+
+    waiting: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> "Queued":
+        self.waiting.append((self.data, other))
+        return self
+
+    @classmethod
+    def run(cls) -> None:
+        for target, source in cls.waiting:
+            target.copy_(source)
+        cls.waiting.clear()
+
+
+def test_the_transformers_engine_acknowledges_a_bucket_when_all_of_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=Queued.run))
+    engine = object.__new__(TransformersEngine)
+    engine._device = torch.device("cuda")
+    engine._parameters = {"a": Queued(torch.zeros(64)), "b": Queued(torch.zeros(64))}
+    engine._arrivals, engine._received, engine._written = Arrivals(0, 1), {}, {}
+    sent = torch.arange(128, dtype=torch.float32)
+    memory = sent.view(torch.uint8).clone()
+    halves = [
+        Entry(name, "float32", (64,), start, 256, tensor_digest(sent[start // 4 :][:64]))
+        for name, start in (("a", 0), ("b", 256))
+    ]
+    engine.take_bucket(Bucket(1, 0, 0, tuple(halves)), cast(Payload, SimpleNamespace(open=lambda: memory)))
+    memory.zero_()  # it was acknowledged, so it is the sender's again
+    Queued.run()
+    assert torch.equal(torch.cat([engine._parameters["a"].data, engine._parameters["b"].data]), sent)
+
+
 def test_the_device_is_where_torch_takes_it_from() -> None:
     """Of what an export holds, which is torch's own business, one number is replaced."""
     assert list(inspect.signature(rebuild_cuda_tensor).parameters)[device_carriers._DEVICE] == "storage_device"
@@ -275,6 +327,146 @@ def test_a_peer_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None
     answers: queue.Queue[Group] = queue.Queue()
     with pytest.raises(WeightSyncError, match=r"rank 0 of 3 of the weights' NCCL group waited 0\.01 s for the others"):
         within(answers.get, 0.01, "rank 0 of 3")
-    answers.put(cast(Group, "all came"))  # frees the thread that was left behind
+    answers.put(cast(Group, SimpleNamespace(close=lambda: None)))  # frees the thread that was left behind
     with pytest.raises(WeightSyncError, match="rank 1 of 3 of the weights' NCCL group cannot join: no such device"):
         within(lambda: (_ for _ in ()).throw(RuntimeError("no such device")), 60, "rank 1 of 3")
+
+
+def test_a_refusal_of_the_engine_to_join_ends_the_wait_for_it_and_is_the_cause(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+
+    def join(invitation: Invitation, rank: int, device: Any, answer: Any = None) -> Group:
+        return within(lambda: cast(Group, never.wait()), START_S, f"rank {rank}", answer)
+
+    def refuse(invitation: Invitation) -> None:
+        raise WeightSyncError("this engine joins no group", hint="set engine.kind=vllm")
+
+    monkeypatch.setattr(ways, "join", join)
+    with connected(gpu, "nccl") as (remote, engine):
+        monkeypatch.setattr(engine, "join_group", refuse)
+        with pytest.raises(WeightSyncError, match="nccl: this engine joins no group"):
+            remote.update_weights(WEIGHTS.items(), 1)
+    never.set()
+
+
+def test_a_group_that_is_connected_when_nobody_waits_for_it_any_more_is_left() -> None:
+    connected_late, left = threading.Event(), threading.Event()
+
+    def connect() -> Group:
+        connected_late.wait(START_S)
+        return cast(Group, SimpleNamespace(close=left.set))
+
+    with pytest.raises(WeightSyncError, match="in vain"):
+        within(connect, 0.01, "rank 0 of 3")
+    connected_late.set()
+    assert left.wait(START_S)
+
+
+@dataclass
+class Waiting(FakeGroup):
+    """A broadcast that waits, as NCCL's do, for ranks that do not come, until its group is closed."""
+
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def broadcast(self, memory: torch.Tensor) -> None:
+        self.closing.wait()
+        raise WeightSyncError("the group was closed")
+
+    def close(self) -> None:
+        super().close()
+        self.closing.set()
+
+
+@contextmanager
+def broadcasting(gpu: Gpu, group: Group, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteEngine, TwoRanks]]:
+    """The trainer's end of the group is this one; the engine's is not there."""
+    monkeypatch.setattr(ways, "join", lambda *_, answer: group)
+    with connected(gpu, "nccl") as (remote, engine):
+        monkeypatch.setattr(engine, "join_group", lambda invitation: None)
+        yield remote, engine
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_error_of_a_rank_ends_a_broadcast_that_it_does_not_come_to(
+    lost: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Waiting(gpu, 0)
+    with broadcasting(gpu, group, monkeypatch) as (remote, engine):
+
+        def fail(bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
+            if lost:
+                remote._lose(ServerLostError("the engine's process died"))
+            raise torch.OutOfMemoryError("no memory for a bucket")
+
+        monkeypatch.setattr(engine, "take_bucket", fail)
+        with pytest.raises(OpenTinkerError, match="process died" if lost else "no memory for a bucket"):
+            remote.update_weights(WEIGHTS.items(), 1)
+        assert group.closing.is_set(), "its thread would stay"
+        assert remote.version == 0
+
+
+def test_a_broadcast_that_a_rank_does_not_come_to_ends_in_time_though_the_rank_says_nothing(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, free = Waiting(gpu, 0), threading.Event()
+    with broadcasting(gpu, group, monkeypatch) as (remote, engine):
+        remote._ack_s = 0.05
+        monkeypatch.setattr(engine, "take_bucket", lambda *_: free.wait())
+        with pytest.raises(DeadlineError, match=r"did not come for a bucket within 0\.05 s"):
+            remote.update_weights(WEIGHTS.items(), 1)
+        free.set()
+    assert group.closing.is_set()
+
+
+def test_an_engine_rank_does_not_wait_without_end_for_a_trainer_that_failed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_carriers, "RECEIVE_S", 0.05)
+    group = Waiting(gpu, 1)
+    Joined.replace(group)
+    with pytest.raises(WeightSyncError, match=r"engine rank 1 did not receive a bucket: it did not come within 0\.05 s"):
+        BroadcastPayload(8).open(1)
+    assert group.closing.is_set()
+    with pytest.raises(WeightSyncError, match="has not joined"):
+        BroadcastPayload(8).open(1)  # that of the next bucket, which was announced as well
+
+
+def test_a_rank_without_memory_for_a_bucket_says_so_and_leaves(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    Joined.replace(Waiting(gpu, 1))
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(WeightSyncError, match="engine rank 1 did not receive a bucket: out of memory"):
+        BroadcastPayload(8).open(1)
+    assert Joined.group is None
+
+
+class Communicator:
+    """vLLM's, whose broadcasts pass unnoticed once it was destroyed."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.entered, self.destroyed = threading.Event(), threading.Event()
+
+    def broadcast(self, memory: torch.Tensor, src: int, stream: Any) -> None:
+        self.entered.set()
+
+    def destroy(self) -> None:
+        self.destroyed.set()
+
+
+def test_a_broadcast_that_is_cut_off_by_a_close_is_an_error_and_so_is_one_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator = Communicator()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(synchronize=communicator.destroyed.wait))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    group = NcclGroup(communicator)
+    brought = in_thread(lambda: group.broadcast(torch.zeros(1)), "broadcast")
+    assert communicator.entered.wait(START_S)
+    group.close()
+    with pytest.raises(WeightSyncError, match="was closed"):
+        brought.result(START_S)
+    with pytest.raises(WeightSyncError, match="was closed"):
+        group.broadcast(torch.zeros(1))
+    group.close()
