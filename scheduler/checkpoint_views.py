@@ -57,7 +57,7 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str], poli
         "policy": policy,
         "ref": str(ref_of(job, checkpoint.name, checkpoint.version, policy)),
         "kind": checkpoint.kind,
-        "base_model": parse_job(job.config).model_of_policy(policy) or job.config["base_model"],
+        "base_model": parse_job(job.config).model_of_policy(policy),
         "step": checkpoint.step,
         "created_at": checkpoint.created_at,
         "bytes": checkpoint.bytes,

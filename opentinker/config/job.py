@@ -201,6 +201,12 @@ class JobConfig(Config):
         return self.base_model
 
     @property
+    def _only_model(self) -> str | None:
+        """The base model that all of its servers have; None if they differ."""
+        models = {self.base_model, *(server.base_model for server in self.further_servers.values())}
+        return self.base_model if len(models) == 1 else None
+
+    @property
     def trainer_ranks(self) -> int:
         """Processes of its trainer."""
         trainer = self.server().trainer
@@ -388,7 +394,7 @@ class RLJobConfig(JobConfig):
     def model_of_policy(self, policy: str | None) -> str | None:
         if policy is None:
             return self.base_model
-        return self.server_of(policy).base_model if policy in self.agents else None
+        return self.server_of(policy).base_model if policy in self.agents else self._only_model
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -566,7 +572,7 @@ class InteractiveJobConfig(JobConfig):
     def model_of_policy(self, policy: str | None) -> str | None:
         if policy is None:
             return self.base_model
-        return self.servers[policy].base_model if policy in self.servers else None
+        return self.servers[policy].base_model if policy in self.servers else self._only_model
 
     @model_validator(mode="after")
     def _critic_judges_actions(self) -> "InteractiveJobConfig":

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from opentinker.errors import ConfigError, ConflictError, NotFoundError
+from opentinker.scheduler.placement import Node
 from opentinker.scheduler.records import Scope
 from opentinker.scheduler.users import EVERYONE, Caller
 
@@ -102,6 +103,16 @@ async def test_half_a_checkpoint_is_none(world: Any) -> None:
     with pytest.raises(ConfigError, match="no checkpoint 'final'") as error:
         await world.service.submit("ann", starting(f"{source['id']}/final"))
     assert error.value.hint == "it has none"
+
+
+async def test_the_base_model_is_not_told_where_it_is_not_known(world: Any) -> None:
+    """`white` may be an agent on either server."""
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=2)]
+    job = await ended(world, lora=LORA, servers={"second": {"base_model": "other-model"}})
+    for policy in ("", "second", "white"):
+        save(job, "final", 1, kind="lora", policy=policy)
+    told = {row["policy"]: row["base_model"] for row in await world.service.checkpoints("ann", job["id"])}
+    assert told == {None: "some-model", "second": "other-model", "white": None}
 
 
 async def test_a_repeated_submit_is_the_same_job_although_the_name_means_another_one_now(world: Any) -> None:
