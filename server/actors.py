@@ -159,13 +159,15 @@ class FrontProcess:
         log_path: str,
         storage: Mapping[str, str] | None = None,
         starts: Mapping[str, str] | None = None,
+        taken: Sequence[str] = (),
     ) -> None:
         """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token; `log_path` and `storage` as the
-        worker's; `starts` is address -> folder of other jobs' checkpoints that policies may load."""
+        worker's; `starts` is address -> folder of other jobs' checkpoints that policies may load; `taken` are the names of the
+        policies that the job's further servers begin with."""
         own_process_group()
         bring_log(storage, Path(log_path))  # the worker tells if it could not be brought
         write_to(Path(log_path), job=job_id, process="front")
-        app = create_app(RayWorker(worker_handle), tokens, starts=starts)
+        app = create_app(RayWorker(worker_handle), tokens, starts=starts, taken=taken)
         self._front: Front = app.state.front
         self._listener = Listener(app, host)
         self._starting = asyncio.Lock()

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -53,9 +53,10 @@ class Front:
         clock: Callable[[], float],
         gap_timeout_s: float,
         starts: Mapping[str, str],
+        taken: Collection[str],
     ) -> None:
         self.dispatcher = Dispatcher(worker, clock, gap_timeout_s=gap_timeout_s)
-        self.policies = PolicyTable(tokens)
+        self.policies = PolicyTable(tokens, taken)
         self._starts = dict(starts)
         self._info: dict[str, Any] | None = None
         self._tokenizer: dict[str, bytes] = {}
@@ -198,10 +199,12 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     gap_timeout_s: float = GAP_TIMEOUT_S,
     starts: Mapping[str, str] | None = None,
+    taken: Collection[str] = (),
 ) -> Starlette:
     """The ASGI app in front of `worker`. `tokens` is policy -> token; `starts` is address -> folder of the other jobs'
-    checkpoints that this one may load. Without `info` it answers 503 until `app.state.front.attach(info)`."""
-    front = Front(worker, tokens, clock, gap_timeout_s, starts or {})
+    checkpoints that this one may load; `taken` are names that no further policy may have. Without `info` it answers 503 until
+    `app.state.front.attach(info)`."""
+    front = Front(worker, tokens, clock, gap_timeout_s, starts or {}, taken)
     if info is not None:
         front.attach(info)
 

@@ -5,7 +5,7 @@ import hmac
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from opentinker.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
@@ -39,7 +39,9 @@ class Admitted:
 class PolicyTable:
     """The policies of one front. Those that it is made with are the job's own, and stay."""
 
-    def __init__(self, tokens: Mapping[str, str]) -> None:
+    def __init__(self, tokens: Mapping[str, str], taken: Collection[str] = ()) -> None:
+        """`taken` are names of policies that the job's other servers begin with, whose checkpoints are kept under them."""
+        self._taken = frozenset(taken)
         self._known = {policy: _Known(_digest(token), token) for policy, token in tokens.items()}
         self._lives: Counter[str] = Counter()
         """How many policies of this name have gone."""
@@ -62,7 +64,7 @@ class PolicyTable:
 
         Raises:
             InvalidRequestError: the name cannot be one.
-            ConflictError: there is a policy of this name, which another request created.
+            ConflictError: there is a policy of this name, which another request created or a server of the job began with.
         """
         if policy is None:
             policy = f"policy-{secrets.token_hex(4)}"
@@ -70,6 +72,11 @@ class PolicyTable:
             raise InvalidRequestError(
                 f"{policy[:80]!r} cannot be a policy's name",
                 hint="up to 64 letters, digits, '.', '_' and '-', no sign first",
+            )
+        if policy in self._taken:
+            raise ConflictError(
+                f"'{policy}' is the policy that one of the job's servers began with",
+                hint="give it another name: the checkpoints of both would be in one folder",
             )
         root = self._known[caller].root
         token = further_token(root, self.key(policy))

@@ -56,8 +56,8 @@ class Worker:
 
 
 @asynccontextmanager
-async def serving(worker: Worker) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(worker, TOKENS, {"base_model": "tiny"}, clock=lambda: 0.0)
+async def serving(worker: Worker, taken: Sequence[str] = ()) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(worker, TOKENS, {"base_model": "tiny"}, clock=lambda: 0.0, taken=taken)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
@@ -115,6 +115,17 @@ async def test_a_repeated_request_creates_once_and_another_of_that_name_is_a_con
     assert other.status_code == 409
     assert "already is a policy 'beta'" in other.json()["detail"]
     assert len(worker.work) == 1
+
+
+async def test_no_policy_is_created_under_the_name_of_one_that_a_server_of_the_job_began_with() -> None:
+    """Both would write to `checkpoints/policies/white`, whichever servers they are on."""
+    worker = Worker()
+    async with serving(worker, taken=["white"]) as client:
+        refused = await create(client, "white")
+        assert (refused.status_code, refused.json()["code"]) == (409, ConflictError.code)
+        assert "'white' is the policy that one of the job's servers began with" in refused.json()["detail"]
+        assert (await create(client, "black")).json()["operation"]["status"] == "done"
+    assert [item.policy for item in worker.work] == ["black"]
 
 
 async def test_without_a_name_the_server_chooses_one() -> None:
