@@ -115,6 +115,31 @@ async def test_the_base_model_is_not_told_where_it_is_not_known(world: Any) -> N
     assert told == {None: "some-model", "second": "other-model", "white": None}
 
 
+@pytest.mark.parametrize(
+    ("kind", "second", "fits"),
+    [
+        ("full", {"lora": None}, True),
+        ("lora", {"lora": None}, True),
+        ("full", {}, False),
+        ("full", {"base_model": "other-model", "lora": None}, False),
+    ],
+)
+async def test_a_checkpoint_to_load_fits_any_server_of_an_interactive_job(
+    world: Any, kind: str, second: dict[str, Any], fits: bool
+) -> None:
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=2)]
+    source = await ended(world, lora=LORA if kind == "lora" else None)
+    save(source, "final", 2, kind=kind)
+    config = {"kind": "interactive", "base_model": "some-model", "lora": LORA, "servers": {"second": second}}
+    config["checkpoints"] = [f"{source['id']}/final"]
+    if fits:
+        job = await world.service.submit("ann", config)
+        assert job["config"]["checkpoints"] == [f"ann/{source['id']}/final@2"]
+        return
+    with pytest.raises(ConfigError, match=r"checkpoints.0: .* kind 'full', and policies of its base model are 'lora' here"):
+        await world.service.submit("ann", config)
+
+
 async def test_a_repeated_submit_is_the_same_job_although_the_name_means_another_one_now(world: Any) -> None:
     source = await ended(world)
     save(source, "final", 1)
