@@ -168,13 +168,17 @@ class Front:
         if args.get("policy"):
             raise InvalidRequestError(f"'{address[:200]}' names its policy; leave policy out")
         wanted = parse_ref(address)
-        found = [folder for known, folder in self._starts.items() if wanted.may_mean(parse_ref(known))]
+        found = {known: folder for known, folder in self._starts.items() if wanted.may_mean(parse_ref(known))}
         if not found:
             raise InvalidRequestError(
                 f"the checkpoint {wanted} is not among those that this job names",
                 hint="name it where the job is submitted: `checkpoints` of an interactive job, or an agent's `checkpoint`",
             )
-        return {"folder": found[0]}
+        if len(set(found.values())) > 1:
+            raise InvalidRequestError(
+                f"the checkpoint {wanted} may be {' or '.join(sorted(found))}, which this job names", hint="add its version"
+            )
+        return {"folder": next(iter(found.values()))}
 
     def _caller(self, request: Request) -> str:
         """The policy whose token the request carries."""

@@ -56,8 +56,8 @@ class Worker:
 
 
 @asynccontextmanager
-async def serving(worker: Worker, taken: Sequence[str] = ()) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(worker, TOKENS, {"base_model": "tiny"}, clock=lambda: 0.0, taken=taken)
+async def serving(worker: Worker, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(worker, TOKENS, {"base_model": "tiny"}, clock=lambda: 0.0, **more)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
@@ -126,6 +126,26 @@ async def test_no_policy_is_created_under_the_name_of_one_that_a_server_of_the_j
         assert "'white' is the policy that one of the job's servers began with" in refused.json()["detail"]
         assert (await create(client, "black")).json()["operation"]["status"] == "done"
     assert [item.policy for item in worker.work] == ["black"]
+
+
+async def test_an_address_that_may_mean_two_checkpoints_is_refused() -> None:
+    worker = Worker()
+    starts = {f"ann/job-0a/{name}": f"/runs/{name}" for name in ("final@3", "final@7", "best@5")}
+
+    async def load(client: httpx.AsyncClient, seq: int, name: str) -> httpx.Response:
+        body = {"seq": seq, "command": "load_weights", "args": {"name": name}}
+        return await client.post("/v1/policies/alpha/commands?wait_s=5", json=body)
+
+    async with serving(worker, starts=starts) as client:
+        await client.post("/v1/policies/alpha/commands?wait_s=5", json={"seq": 0, "command": "create", "args": SPEC})
+        refused = await load(client, 1, "job-0a/final")
+        assert refused.status_code == 400
+        assert "may be ann/job-0a/final@3 or ann/job-0a/final@7" in refused.json()["detail"]
+        assert refused.json()["hint"] == "add its version"
+        for seq, name in enumerate(("job-0a/final@7", "job-0a/best"), 1):
+            assert (await load(client, seq, name)).json()["status"] == "done"
+    args = [work.args for work in worker.work if isinstance(work, CommandWork) and work.command == "load_weights"]
+    assert args == [{"folder": "/runs/final@7"}, {"folder": "/runs/best@5"}]
 
 
 async def test_without_a_name_the_server_chooses_one() -> None:
