@@ -197,8 +197,8 @@ class FrontProcess:
         return await _result(operation, timeout_s, f"policy {policy} was not created")
 
     async def save(self, policy: str, name: str, timeout_s: float) -> dict[str, Any]:
-        """Write a checkpoint for the cluster, whatever the policy's client does meanwhile, and one of each further policy; the
-        policy's own.
+        """Write a checkpoint for the cluster, whatever the policy's client does meanwhile, and one of each further policy that
+        was ever trained; the policy's own.
 
         Raises:
             OpenTinkerError: the error of one of the commands, when all have ended.
@@ -222,7 +222,7 @@ class FrontProcess:
 
 async def save_all(front: Front, policy: str, name: str, timeout_s: float) -> dict[str, Any]:
     """See `FrontProcess.save`."""
-    policies = [policy, *front.policies.further]
+    policies = [policy, *front.policies.further_to_save]
     operations = [front.dispatcher.aside(each, "save", {"name": name}) for each in policies]
     failure = f"checkpoint '{name}' was not written"
     ends = await asyncio.gather(*(_result(o, timeout_s, failure) for o in operations), return_exceptions=True)

@@ -145,6 +145,7 @@ class Front:
         if command == "load_weights":
             args = self._weights(args)
         operation = self.dispatcher.command(policy, seq, digest, command, args)
+        self.policies.note(policy, command)
         return await _answer_operation(request, operation, wait_s)
 
     async def images(self, request: Request) -> Response:

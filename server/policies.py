@@ -13,6 +13,8 @@ from opentinker.policy_tokens import further_token
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a policy; it is also the name of a folder."""
+CHANGES = frozenset({"forward_backward", "optim_step", "train_step", "load"})
+"""Commands after which a policy may be another one than it began as, or than the weights that it was last given."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class PolicyTable:
         """`taken` are names of policies that the job's other servers begin with, whose checkpoints are kept under them."""
         self._taken = frozenset(taken)
         self._known = {policy: _Known(_digest(token), token) for policy, token in tokens.items()}
+        self._changed: set[str] = set()
         self._lives: Counter[str] = Counter()
         """How many policies of this name have gone."""
 
@@ -106,7 +109,13 @@ class PolicyTable:
         """Forget a further policy; its token opens nothing any more."""
         if policy in self._known:
             del self._known[policy]
+            self._changed.discard(policy)
             self._lives[policy] += 1
+
+    def note(self, policy: str, command: str) -> None:
+        """The policy is given a command."""
+        if command in CHANGES:
+            self._changed.add(policy)
 
     def key(self, policy: str, *, gone: bool = False) -> str:
         """A name that no other policy of this server has had; with `gone`, that of the last one of this name that is gone."""
@@ -114,9 +123,10 @@ class PolicyTable:
         return policy if lives < 1 else f"{policy}~{lives}"
 
     @property
-    def further(self) -> list[str]:
-        """The policies that are not the job's own."""
-        return [policy for policy, known in self._known.items() if known.creator]
+    def further_to_save(self) -> list[str]:
+        """The policies that are not the job's own and may hold what is in no checkpoint yet. One that was never trained has the
+        weights that it was given: a frozen agent, or a past version that plays."""
+        return [policy for policy, known in self._known.items() if known.creator and policy in self._changed]
 
 
 def _digest(token: str) -> bytes:

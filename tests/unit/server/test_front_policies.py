@@ -262,16 +262,26 @@ async def test_commands_that_wait_for_a_predecessor_end_with_their_policy() -> N
     assert dispatcher.idle_s == 0.0
 
 
-async def test_a_checkpoint_of_the_clusters_own_is_written_for_every_policy() -> None:
+async def command(client: httpx.AsyncClient, policy: str, token: str, command: str, args: dict[str, Any]) -> None:
+    body = {"seq": 1, "command": command, "args": args}
+    answer = await client.post(f"/v1/policies/{policy}/commands?wait_s=5", json=body, headers=bearer(token))
+    assert answer.json()["status"] == "done", answer.json()
+
+
+async def test_a_checkpoint_of_the_clusters_own_is_written_for_every_policy_that_may_have_learned() -> None:
     worker = Worker()
     app = create_app(worker, TOKENS, {"base_model": "tiny"})
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://t", headers=bearer("otp-a")) as client:
-            await create(client)
+            token = (await create(client)).json()["token"]
+            await command(client, "beta", token, "optim_step", {})
+            slot = (await create(client, "white.0")).json()["token"]
+            await command(client, "white.0", slot, "load_weights", {"name": "pool-000004", "policy": "beta"})
+            worker.work.clear()
         saved = await save_all(app.state.front, "alpha", "stopped", 30.0)
         assert saved["policy"] == "alpha"
-        assert [(w.policy, w.command) for w in worker.work[1:] if isinstance(w, CommandWork)] == [
+        assert [(w.policy, w.command) for w in worker.work if isinstance(w, CommandWork)] == [
             ("alpha", "save"),
             ("beta", "save"),
         ]
