@@ -140,9 +140,7 @@ class CheckpointCare:
         if given := tags_of(Marks(root, self._storage).tags(), chosen):
             hint = f"opentinker checkpoint untag {job.id} {joined_policy(policy, given[0])}"
             raise ConflictError(f"{ref} has the tag '{given[0]}'", hint=hint)
-        steps = [c for c in saved if c.name.startswith(STEP)]
-        last = max(steps, key=lambda c: c.name, default=None)
-        if is_open and last is not None and chosen.name == last.name and find(saved, last.name) == chosen:
+        if is_open and find(saved, chosen.name) == chosen and chosen.name in self._resumable(job, policy, saved):
             raise ConflictError(f"{ref} is what its job would go on from", hint="delete it when the job has ended")
         if is_open and chosen.name.startswith(POOL):
             raise ConflictError(f"{ref} may play in its job's games", hint="delete it when the job has ended")
@@ -150,6 +148,13 @@ class CheckpointCare:
             return remove(root, versioned(chosen.name, chosen.version), self._storage)
         except OSError as error:
             raise CheckpointError(f"cannot delete {ref}: {error.strerror}") from error
+
+    def _resumable(self, job: Job, policy: str | None, saved: Sequence[Checkpoint]) -> set[str]:
+        """The names of the steps that a job would go on from: a policy's last, and the last of the job's own, which is saved
+        after all others."""
+        own = saved if policy is None else self._saved(job, None)
+        steps = [[c.name for c in known if c.name.startswith(STEP)] for known in (saved, own)]
+        return {max(names) for names in steps if names}
 
     def _saved(self, job: Job, policy: str | None) -> list[Checkpoint]:
         return all_checkpoints(checkpoint_root(job, policy), self._storage)

@@ -57,7 +57,7 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint, tags: dict[str, str], poli
         "policy": policy,
         "ref": str(ref_of(job, checkpoint.name, checkpoint.version, policy)),
         "kind": checkpoint.kind,
-        "base_model": parse_job(job.config).model_of_policy(policy) or job.config["base_model"],
+        "base_model": parse_job(job.config).model_of_policy(policy),
         "step": checkpoint.step,
         "created_at": checkpoint.created_at,
         "bytes": checkpoint.bytes,
@@ -127,7 +127,13 @@ def _check_fit(start: Start, name: str, found: Checkpoint, config: JobConfig) ->
             f"{field}: {name} holds {_what(known)}, {mine} {_what(wanted)}",
             hint="give both the same lora" if known else "leave lora out" if mine == "this job trains" else _FULL,
         )
-    if found.kind != ("full" if (config.lora if wanted == "any" else wanted) is None else "lora"):
+    if found.kind not in (kinds := config.kinds_for_start(start.where, model)):
+        if wanted == "any":
+            raise ConfigError(
+                f"{field}: {name} is a checkpoint of kind '{found.kind}', "
+                f"and policies of its base model are '{', '.join(kinds)}' here",
+                hint="leave lora out" if found.kind == "full" else "give the server that is to load it a lora",
+            )
         raise ConfigError(f"{field}: {name} is a checkpoint of kind '{found.kind}', which does not fit its own job's config")
 
 

@@ -36,6 +36,8 @@ class ServerSpec:
     """The folder of the checkpoint whose weights the policy starts from."""
     starts: dict[str, str] = field(default_factory=dict)
     """Address -> folder of the checkpoints that policies may load on demand."""
+    taken: tuple[str, ...] = ()
+    """Names that no policy may be created under: those of the policies that the job's further servers begin with."""
     head: str = "lm"
     critic: dict[str, Any] | None = None
     """The fields of `LoraConfig` of the policy's critic, if it has one."""

@@ -212,6 +212,7 @@ class RayLauncher:
                     spec.log_path,
                     **self._storage(),
                     **({"starts": spec.starts} if spec.starts else {}),
+                    **({"taken": spec.taken} if spec.taken else {}),
                 )
             )
 

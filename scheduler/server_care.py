@@ -191,6 +191,7 @@ class ServerCare:
             log_path=str(server_folder(run_dir, server.name) / SERVER_LOG_NAME),
             start_from=self._start_folder(config.start_from),
             starts={address: self._start_folder(address) for key, address in whole.starts.items() if key != ("start_from",)},
+            taken=tuple(whole.first_policy(name) for name in whole.further_servers),
             head=config.policy_head,
             critic=None if config.policy_critic is None else config.policy_critic.model_dump(mode="json"),
             mark=process_mark(job.id, server.name) if server.name else "",

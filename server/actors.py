@@ -159,13 +159,15 @@ class FrontProcess:
         log_path: str,
         storage: Mapping[str, str] | None = None,
         starts: Mapping[str, str] | None = None,
+        taken: Sequence[str] = (),
     ) -> None:
         """`worker_handle` is the Ray handle of a `WorkerProcess`; `tokens` is policy -> token; `log_path` and `storage` as the
-        worker's; `starts` is address -> folder of other jobs' checkpoints that policies may load."""
+        worker's; `starts` is address -> folder of other jobs' checkpoints that policies may load; `taken` are the names of the
+        policies that the job's further servers begin with."""
         own_process_group()
         bring_log(storage, Path(log_path))  # the worker tells if it could not be brought
         write_to(Path(log_path), job=job_id, process="front")
-        app = create_app(RayWorker(worker_handle), tokens, starts=starts)
+        app = create_app(RayWorker(worker_handle), tokens, starts=starts, taken=taken)
         self._front: Front = app.state.front
         self._listener = Listener(app, host)
         self._starting = asyncio.Lock()
@@ -195,8 +197,8 @@ class FrontProcess:
         return await _result(operation, timeout_s, f"policy {policy} was not created")
 
     async def save(self, policy: str, name: str, timeout_s: float) -> dict[str, Any]:
-        """Write a checkpoint for the cluster, whatever the policy's client does meanwhile, and one of each further policy; the
-        policy's own.
+        """Write a checkpoint for the cluster, whatever the policy's client does meanwhile, and one of each further policy that
+        was ever trained; the policy's own.
 
         Raises:
             OpenTinkerError: the error of one of the commands, when all have ended.
@@ -220,7 +222,7 @@ class FrontProcess:
 
 async def save_all(front: Front, policy: str, name: str, timeout_s: float) -> dict[str, Any]:
     """See `FrontProcess.save`."""
-    policies = [policy, *front.policies.further]
+    policies = [policy, *front.policies.further_to_save]
     operations = [front.dispatcher.aside(each, "save", {"name": name}) for each in policies]
     failure = f"checkpoint '{name}' was not written"
     ends = await asyncio.gather(*(_result(o, timeout_s, failure) for o in operations), return_exceptions=True)

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -53,9 +53,10 @@ class Front:
         clock: Callable[[], float],
         gap_timeout_s: float,
         starts: Mapping[str, str],
+        taken: Collection[str],
     ) -> None:
         self.dispatcher = Dispatcher(worker, clock, gap_timeout_s=gap_timeout_s)
-        self.policies = PolicyTable(tokens)
+        self.policies = PolicyTable(tokens, taken)
         self._starts = dict(starts)
         self._info: dict[str, Any] | None = None
         self._tokenizer: dict[str, bytes] = {}
@@ -144,6 +145,7 @@ class Front:
         if command == "load_weights":
             args = self._weights(args)
         operation = self.dispatcher.command(policy, seq, digest, command, args)
+        self.policies.note(policy, command)
         return await _answer_operation(request, operation, wait_s)
 
     async def images(self, request: Request) -> Response:
@@ -167,13 +169,17 @@ class Front:
         if args.get("policy"):
             raise InvalidRequestError(f"'{address[:200]}' names its policy; leave policy out")
         wanted = parse_ref(address)
-        found = [folder for known, folder in self._starts.items() if wanted.may_mean(parse_ref(known))]
+        found = {known: folder for known, folder in self._starts.items() if wanted.may_mean(parse_ref(known))}
         if not found:
             raise InvalidRequestError(
                 f"the checkpoint {wanted} is not among those that this job names",
                 hint="name it where the job is submitted: `checkpoints` of an interactive job, or an agent's `checkpoint`",
             )
-        return {"folder": found[0]}
+        if len(set(found.values())) > 1:
+            raise InvalidRequestError(
+                f"the checkpoint {wanted} may be {' or '.join(sorted(found))}, which this job names", hint="add its version"
+            )
+        return {"folder": next(iter(found.values()))}
 
     def _caller(self, request: Request) -> str:
         """The policy whose token the request carries."""
@@ -198,10 +204,12 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     gap_timeout_s: float = GAP_TIMEOUT_S,
     starts: Mapping[str, str] | None = None,
+    taken: Collection[str] = (),
 ) -> Starlette:
     """The ASGI app in front of `worker`. `tokens` is policy -> token; `starts` is address -> folder of the other jobs'
-    checkpoints that this one may load. Without `info` it answers 503 until `app.state.front.attach(info)`."""
-    front = Front(worker, tokens, clock, gap_timeout_s, starts or {})
+    checkpoints that this one may load; `taken` are names that no further policy may have. Without `info` it answers 503 until
+    `app.state.front.attach(info)`."""
+    front = Front(worker, tokens, clock, gap_timeout_s, starts or {}, taken)
     if info is not None:
         front.attach(info)
 

@@ -5,7 +5,7 @@ import hmac
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from opentinker.errors import AuthenticationError, ConflictError, InvalidRequestError, NotFoundError
@@ -13,6 +13,8 @@ from opentinker.policy_tokens import further_token
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a policy; it is also the name of a folder."""
+CHANGES = frozenset({"forward_backward", "optim_step", "train_step", "load"})
+"""Commands after which a policy may be another one than it began as, or than the weights that it was last given."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,11 @@ class Admitted:
 class PolicyTable:
     """The policies of one front. Those that it is made with are the job's own, and stay."""
 
-    def __init__(self, tokens: Mapping[str, str]) -> None:
+    def __init__(self, tokens: Mapping[str, str], taken: Collection[str] = ()) -> None:
+        """`taken` are names of policies that the job's other servers begin with, whose checkpoints are kept under them."""
+        self._taken = frozenset(taken)
         self._known = {policy: _Known(_digest(token), token) for policy, token in tokens.items()}
+        self._changed: set[str] = set()
         self._lives: Counter[str] = Counter()
         """How many policies of this name have gone."""
 
@@ -62,7 +67,7 @@ class PolicyTable:
 
         Raises:
             InvalidRequestError: the name cannot be one.
-            ConflictError: there is a policy of this name, which another request created.
+            ConflictError: there is a policy of this name, which another request created or a server of the job began with.
         """
         if policy is None:
             policy = f"policy-{secrets.token_hex(4)}"
@@ -70,6 +75,11 @@ class PolicyTable:
             raise InvalidRequestError(
                 f"{policy[:80]!r} cannot be a policy's name",
                 hint="up to 64 letters, digits, '.', '_' and '-', no sign first",
+            )
+        if policy in self._taken:
+            raise ConflictError(
+                f"'{policy}' is the policy that one of the job's servers began with",
+                hint="give it another name: the checkpoints of both would be in one folder",
             )
         root = self._known[caller].root
         token = further_token(root, self.key(policy))
@@ -99,7 +109,13 @@ class PolicyTable:
         """Forget a further policy; its token opens nothing any more."""
         if policy in self._known:
             del self._known[policy]
+            self._changed.discard(policy)
             self._lives[policy] += 1
+
+    def note(self, policy: str, command: str) -> None:
+        """The policy is given a command."""
+        if command in CHANGES:
+            self._changed.add(policy)
 
     def key(self, policy: str, *, gone: bool = False) -> str:
         """A name that no other policy of this server has had; with `gone`, that of the last one of this name that is gone."""
@@ -107,9 +123,10 @@ class PolicyTable:
         return policy if lives < 1 else f"{policy}~{lives}"
 
     @property
-    def further(self) -> list[str]:
-        """The policies that are not the job's own."""
-        return [policy for policy, known in self._known.items() if known.creator]
+    def further_to_save(self) -> list[str]:
+        """The policies that are not the job's own and may hold what is in no checkpoint yet. One that was never trained has the
+        weights that it was given: a frozen agent, or a past version that plays."""
+        return [policy for policy, known in self._known.items() if known.creator and policy in self._changed]
 
 
 def _digest(token: str) -> bytes:

@@ -71,7 +71,7 @@ def checkpoints_view(found: list[dict[str, Any]], now: float, width: int) -> Ren
             size(checkpoint["bytes"]),
             ago(checkpoint["created_at"], now),
             *([Text(", ".join(checkpoint.get("tags", [])))] if tagged else []),
-            *([Text(checkpoint["base_model"].rstrip("/").rpartition("/")[2])] if width >= WIDE else []),
+            *([Text((checkpoint["base_model"] or "?").rstrip("/").rpartition("/")[2])] if width >= WIDE else []),
         )
     return table
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from opentinker.config.agents import bound_elsewhere, fields_of
-from opentinker.config.base import Config, Count, parse_config
+from opentinker.config.base import Config, Count
 
 
 class ArenaConfig(Config):
@@ -34,10 +34,14 @@ class ArenaConfig(Config):
 
 
 def places_of_arena(arena: Any, agents: Mapping[str, Any]) -> int:
-    """Policies beside those of these agents that an arena needs on their server, its config validated or not."""
+    """Policies beside those of these agents that an arena needs on their server, its config validated or not; 0 if there is
+    none, or a wrong one."""
     if arena is None:
         return 0
-    found = arena if isinstance(arena, ArenaConfig) else parse_config(ArenaConfig, arena)
+    try:
+        found = ArenaConfig.model_validate(arena)
+    except ValidationError:
+        return 0
     fields = [fields_of(agent) for agent in agents.values() if not bound_elsewhere(agent)]
     learners = [agent for agent in fields if not (agent.get("frozen") or agent.get("checkpoint"))]
     if not found.past or not learners:

@@ -84,6 +84,10 @@ class JobConfig(Config):
         """The adapter that the checkpoint named there has to have; 'any' = that is known only when it is loaded."""
         return self.lora
 
+    def kinds_for_start(self, where: tuple[str, ...], model: str | None) -> Collection[str]:
+        """Of which kinds, 'full' and 'lora', a checkpoint named there may be; its base model is None if that is not known."""
+        return {_kind(self.lora_of_start(where) is not None)}
+
     def lora_of_policy(self, policy: str | None) -> LoraConfig | Literal["any"] | None:
         """The adapter of this job's own policy (None), or of a further one."""
         return self.lora if policy is None else "any"
@@ -199,6 +203,12 @@ class JobConfig(Config):
     def model_of_policy(self, policy: str | None) -> str | None:
         """The base model of its own policy (None) or of a further one; None if that is not known."""
         return self.base_model
+
+    @property
+    def _only_model(self) -> str | None:
+        """The base model that all of its servers have; None if they differ."""
+        models = {self.base_model, *(server.base_model for server in self.further_servers.values())}
+        return self.base_model if len(models) == 1 else None
 
     @property
     def trainer_ranks(self) -> int:
@@ -388,7 +398,7 @@ class RLJobConfig(JobConfig):
     def model_of_policy(self, policy: str | None) -> str | None:
         if policy is None:
             return self.base_model
-        return self.server_of(policy).base_model if policy in self.agents else None
+        return self.server_of(policy).base_model if policy in self.agents else self._only_model
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -560,13 +570,18 @@ class InteractiveJobConfig(JobConfig):
     def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
         return "any" if where[0] == "checkpoints" else self.lora
 
+    def kinds_for_start(self, where: tuple[str, ...], model: str | None) -> Collection[str]:
+        if where[0] != "checkpoints":
+            return super().kinds_for_start(where, model)
+        return {_kind(part.lora is not None) for part in self.parts.values() if model in (None, part.base_model)}
+
     def models_for_start(self, where: tuple[str, ...]) -> Collection[str]:
         return {self.base_model, *(server.base_model for server in self.servers.values())}
 
     def model_of_policy(self, policy: str | None) -> str | None:
         if policy is None:
             return self.base_model
-        return self.servers[policy].base_model if policy in self.servers else None
+        return self.servers[policy].base_model if policy in self.servers else self._only_model
 
     @model_validator(mode="after")
     def _critic_judges_actions(self) -> "InteractiveJobConfig":
@@ -626,6 +641,11 @@ class InferenceJobConfig(JobConfig):
 
     def server(self) -> ServerConfig:
         return ServerConfig(base_model=self.base_model, engine=self.engine, dtype=self.dtype)
+
+
+def _kind(adapter: bool) -> str:
+    """What the checkpoints of a policy are called."""
+    return "lora" if adapter else "full"
 
 
 def _critic(algorithm: PolicyGradient) -> LoraConfig | None:

@@ -107,8 +107,9 @@ def _slots_on(agents: Mapping[str, Any], server: str) -> int:
 
     def there(agent: Any) -> bool:
         pool = _fields(_mapping(_fields(agent)).get("pool"))
-        of = _mapping(_fields(agents.get(_mapping(pool).get("of", ""))))
-        return bool(pool) and (of.get("server") or "") == server
+        of = _mapping(pool).get("of", "")
+        learner = _mapping(_fields(agents.get(of))) if isinstance(of, str) else {}
+        return bool(pool) and (learner.get("server") or "") == server
 
     return sum(places_of_pool(agent) for agent in agents.values() if there(agent))
 

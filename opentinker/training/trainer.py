@@ -150,15 +150,25 @@ def _hosted(job: Job) -> dict[str, Any]:
     return job.config.model_dump(exclude={"kind", "seed", "head", "critic", "checkpoints", "servers"})
 
 
-def _check_critic(job: Job, algorithm: PolicyGradient | None) -> None:
-    """Raises: ConfigError when the algorithm needs a critic that the job's policy has not."""
+def _check_critic(job: Job, algorithm: PolicyGradient | None, server: str = "") -> None:
+    """Raises: ConfigError when the algorithm needs a critic that a server's first policy has not; "" = the job's own."""
     if isinstance(algorithm, PPOConfig):
         wanted = LoraConfig(rank=algorithm.critic.rank, alpha=algorithm.critic.alpha)
-        if getattr(job.config, "critic", None) != wanted:
+        if (job.config.critic_on(server) if server else getattr(job.config, "critic", None)) != wanted:
+            there = f" that server '{server}' began with" if server else ""
+            form = f"rank {wanted.rank} and alpha {wanted.alpha:g}"
+            critic = f"LoraConfig(rank={wanted.rank}, alpha={wanted.alpha:g})"
+            argument = f'servers={{"{server}": {{"critic": {critic}}}}}' if server else f"critic={critic}"
             raise ConfigError(
-                f"PPO with this config needs a critic of rank {wanted.rank} and alpha {wanted.alpha:g} beside the policy",
-                hint=f"create_job(..., critic=LoraConfig(rank={wanted.rank}, alpha={wanted.alpha:g}))",
+                f"PPO with this config needs a critic of {form} beside the policy{there}",
+                hint=f"create_job(..., {argument})",
             )
+
+
+def _firsts(config: RLJobConfig) -> dict[str, str]:
+    """By server, the agent whose policy it began with, if that learns; the others' are made with their critics."""
+    firsts = {server: config.first_policy(server) for server in ("", *config.servers)}
+    return {server: first for server, first in firsts.items() if first in config.learners}
 
 
 class RLTrainer(_Trainer[RLLoop]):
@@ -290,7 +300,8 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
             },
         )
         check_agents(config, self._environment)
-        _check_critic(job, config.algorithm_of(config.policies[0]))
+        for server, first in _firsts(config).items():
+            _check_critic(job, config.algorithm_of(first), server)
         self._sources = _sources(train_tasks, held_out_tasks)
         self._agents_config = config
         super().__init__(

@@ -65,7 +65,9 @@ async def answer(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 
 class FrontProcess:
-    def __init__(self, worker_handle: Any, tokens: dict[str, str], host: str, job_id: str, log_path: str) -> None:
+    def __init__(
+        self, worker_handle: Any, tokens: dict[str, str], host: str, job_id: str, log_path: str, taken: tuple[str, ...] = ()
+    ) -> None:
         write_to(Path(log_path), job=job_id, process="front")
         self.tokens = tokens
         self.listener = Listener(answer, host)

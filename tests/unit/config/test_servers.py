@@ -76,6 +76,35 @@ def test_an_interactive_job_has_servers_without_agents() -> None:
     assert parse_job(judged.model_dump(mode="json")) == judged
 
 
+def test_the_base_model_of_a_policy_that_a_server_did_not_begin_with_is_known_if_all_servers_have_the_same() -> None:
+    fields = {"kind": "interactive", "base_model": "m", "lora": {"rank": 2}}
+    for second, told in (({}, "m"), ({"base_model": "other"}, None)):
+        config = parse_job(fields | {"servers": {"second": second}})
+        assert config.model_of_policy("white") == told
+        assert config.model_of_policy("second") == second.get("base_model", "m")
+    assert parse_job(fields).model_of_policy("white") == "m"
+    agents = {"black": {}, "white": {"pool": {"of": "black"}}}
+    assert job({}, agents, engine=BASE["engine"] | {"max_adapters": 8}).model_of_policy("white.0") == "small"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"arena": {"past": -1}}, "arena.past: "),
+        ({"arena": {"seats": "al"}}, "arena.seats: "),
+        ({"arena": {"evry": 3}}, "unknown key 'arena.evry'"),
+        ({"arena": [3]}, "arena: "),
+        ({"agents": {"black": {}, "white": {"pool": {"of": ["black"]}}}}, "agents.white.pool.of: "),
+        ({"agents": {"black": {}, "white": {"pool": {"of": {"agent": "black"}}}}}, "agents.white.pool.of: "),
+    ],
+)
+@pytest.mark.parametrize("servers", [{}, {"second": {}}])
+def test_what_is_wrong_with_who_else_needs_room_is_named_whole(change: Any, says: str, servers: Any) -> None:
+    fields = {**BASE, "agents": {"black": {}, "white": {}}, "servers": servers} | change
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        parse_job(fields)
+
+
 def test_an_agent_that_learns_by_ppo_has_a_critic_on_its_server() -> None:
     ppo = {"kind": "ppo", "group_size": 4, "critic": {"rank": 3}}
     parts = job({"second": {}}, {"black": {}, "white": {"server": "second", "algorithm": ppo}}).parts

@@ -109,6 +109,19 @@ async def test_what_an_open_job_would_go_on_from_is_not_deleted(world: Any) -> N
     assert await refs(world, job) == []
 
 
+async def test_a_further_policys_part_of_what_an_open_job_would_go_on_from_is_not_deleted(world: Any) -> None:
+    """The job's own policy is saved last: it died between the two saves of step 3, so that it goes on from step 2."""
+    job = await submit(world)
+    for step in (1, 2):
+        save(job, f"step-00000{step}", step)
+    for step in (1, 2, 3):
+        save(job, f"step-00000{step}", step, "white")
+    await world.service.delete_checkpoint("ann", job["id"], "white/step-000001", ANN)
+    for step in (2, 3):
+        with pytest.raises(ConflictError, match=f"white/step-00000{step}@{step} is what its job would go on from"):
+            await world.service.delete_checkpoint("ann", job["id"], f"white/step-00000{step}", ANN)
+
+
 async def test_those_of_further_policies_are_listed_under_their_policy_and_treated_alike(world: Any) -> None:
     job = await submit(world)
     save(job, "final", 1)

@@ -156,6 +156,7 @@ async def test_a_job_with_two_servers_is_one_job_from_its_start_to_its_end(world
     assert specs[second["id"]].checkpoint_root == f"{job['run_dir']}/checkpoints/policies/white"
     assert specs[second["id"]].log_path == f"{job['run_dir']}/servers/second/server.log"
     assert specs[second["id"]].seed == specs[own["id"]].seed + 1
+    assert specs[own["id"]].taken == specs[second["id"]].taken == ("white",), "its folder is that of no other policy"
     await world.until(lambda: job["id"] in world.launcher.drivers)
     driver = world.launcher.drivers[job["id"]]
     assert driver.token == own["token"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from opentinker.errors import ConfigError, ConflictError, NotFoundError
+from opentinker.scheduler.placement import Node
 from opentinker.scheduler.records import Scope
 from opentinker.scheduler.users import EVERYONE, Caller
 
@@ -102,6 +103,41 @@ async def test_half_a_checkpoint_is_none(world: Any) -> None:
     with pytest.raises(ConfigError, match="no checkpoint 'final'") as error:
         await world.service.submit("ann", starting(f"{source['id']}/final"))
     assert error.value.hint == "it has none"
+
+
+async def test_the_base_model_is_not_told_where_it_is_not_known(world: Any) -> None:
+    """`white` may be an agent on either server."""
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=2)]
+    job = await ended(world, lora=LORA, servers={"second": {"base_model": "other-model"}})
+    for policy in ("", "second", "white"):
+        save(job, "final", 1, kind="lora", policy=policy)
+    told = {row["policy"]: row["base_model"] for row in await world.service.checkpoints("ann", job["id"])}
+    assert told == {None: "some-model", "second": "other-model", "white": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "second", "fits"),
+    [
+        ("full", {"lora": None}, True),
+        ("lora", {"lora": None}, True),
+        ("full", {}, False),
+        ("full", {"base_model": "other-model", "lora": None}, False),
+    ],
+)
+async def test_a_checkpoint_to_load_fits_any_server_of_an_interactive_job(
+    world: Any, kind: str, second: dict[str, Any], fits: bool
+) -> None:
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=2)]
+    source = await ended(world, lora=LORA if kind == "lora" else None)
+    save(source, "final", 2, kind=kind)
+    config = {"kind": "interactive", "base_model": "some-model", "lora": LORA, "servers": {"second": second}}
+    config["checkpoints"] = [f"{source['id']}/final"]
+    if fits:
+        job = await world.service.submit("ann", config)
+        assert job["config"]["checkpoints"] == [f"ann/{source['id']}/final@2"]
+        return
+    with pytest.raises(ConfigError, match=r"checkpoints.0: .* kind 'full', and policies of its base model are 'lora' here"):
+        await world.service.submit("ann", config)
 
 
 async def test_a_repeated_submit_is_the_same_job_although_the_name_means_another_one_now(world: Any) -> None:

@@ -56,8 +56,8 @@ class Worker:
 
 
 @asynccontextmanager
-async def serving(worker: Worker) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(worker, TOKENS, {"base_model": "tiny"}, clock=lambda: 0.0)
+async def serving(worker: Worker, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(worker, TOKENS, {"base_model": "tiny"}, clock=lambda: 0.0, **more)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
@@ -115,6 +115,37 @@ async def test_a_repeated_request_creates_once_and_another_of_that_name_is_a_con
     assert other.status_code == 409
     assert "already is a policy 'beta'" in other.json()["detail"]
     assert len(worker.work) == 1
+
+
+async def test_no_policy_is_created_under_the_name_of_one_that_a_server_of_the_job_began_with() -> None:
+    """Both would write to `checkpoints/policies/white`, whichever servers they are on."""
+    worker = Worker()
+    async with serving(worker, taken=["white"]) as client:
+        refused = await create(client, "white")
+        assert (refused.status_code, refused.json()["code"]) == (409, ConflictError.code)
+        assert "'white' is the policy that one of the job's servers began with" in refused.json()["detail"]
+        assert (await create(client, "black")).json()["operation"]["status"] == "done"
+    assert [item.policy for item in worker.work] == ["black"]
+
+
+async def test_an_address_that_may_mean_two_checkpoints_is_refused() -> None:
+    worker = Worker()
+    starts = {f"ann/job-0a/{name}": f"/runs/{name}" for name in ("final@3", "final@7", "best@5")}
+
+    async def load(client: httpx.AsyncClient, seq: int, name: str) -> httpx.Response:
+        body = {"seq": seq, "command": "load_weights", "args": {"name": name}}
+        return await client.post("/v1/policies/alpha/commands?wait_s=5", json=body)
+
+    async with serving(worker, starts=starts) as client:
+        await client.post("/v1/policies/alpha/commands?wait_s=5", json={"seq": 0, "command": "create", "args": SPEC})
+        refused = await load(client, 1, "job-0a/final")
+        assert refused.status_code == 400
+        assert "may be ann/job-0a/final@3 or ann/job-0a/final@7" in refused.json()["detail"]
+        assert refused.json()["hint"] == "add its version"
+        for seq, name in enumerate(("job-0a/final@7", "job-0a/best"), 1):
+            assert (await load(client, seq, name)).json()["status"] == "done"
+    args = [work.args for work in worker.work if isinstance(work, CommandWork) and work.command == "load_weights"]
+    assert args == [{"folder": "/runs/final@7"}, {"folder": "/runs/best@5"}]
 
 
 async def test_without_a_name_the_server_chooses_one() -> None:
@@ -231,16 +262,26 @@ async def test_commands_that_wait_for_a_predecessor_end_with_their_policy() -> N
     assert dispatcher.idle_s == 0.0
 
 
-async def test_a_checkpoint_of_the_clusters_own_is_written_for_every_policy() -> None:
+async def command(client: httpx.AsyncClient, policy: str, token: str, command: str, args: dict[str, Any]) -> None:
+    body = {"seq": 1, "command": command, "args": args}
+    answer = await client.post(f"/v1/policies/{policy}/commands?wait_s=5", json=body, headers=bearer(token))
+    assert answer.json()["status"] == "done", answer.json()
+
+
+async def test_a_checkpoint_of_the_clusters_own_is_written_for_every_policy_that_may_have_learned() -> None:
     worker = Worker()
     app = create_app(worker, TOKENS, {"base_model": "tiny"})
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://t", headers=bearer("otp-a")) as client:
-            await create(client)
+            token = (await create(client)).json()["token"]
+            await command(client, "beta", token, "optim_step", {})
+            slot = (await create(client, "white.0")).json()["token"]
+            await command(client, "white.0", slot, "load_weights", {"name": "pool-000004", "policy": "beta"})
+            worker.work.clear()
         saved = await save_all(app.state.front, "alpha", "stopped", 30.0)
         assert saved["policy"] == "alpha"
-        assert [(w.policy, w.command) for w in worker.work[1:] if isinstance(w, CommandWork)] == [
+        assert [(w.policy, w.command) for w in worker.work if isinstance(w, CommandWork)] == [
             ("alpha", "save"),
             ("beta", "save"),
         ]

@@ -9,8 +9,11 @@ import yaml
 
 import opentinker as ot
 from opentinker.client.sync import SyncRunner
+from opentinker.config.base import parse_config
 from opentinker.config.job import InteractiveJobConfig
 from opentinker.errors import ConfigError, EnvironmentLoadError
+from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
+from opentinker.multiagent.protocol import Simultaneous
 from opentinker.training.sinks import select
 
 
@@ -123,6 +126,34 @@ def test_ppo_needs_the_critic_that_it_was_configured_for(make_trainer, job) -> N
     assert "create_job(..., critic=LoraConfig(rank=4, alpha=8))" in caught.value.hint
     job.config = job.config.model_copy(update={"critic": ot.LoraConfig(rank=4, alpha=8.0)})
     assert make_trainer(algorithm=ppo).fit(steps=2)["steps"] == 2
+
+
+class Pair(MultiAgentEnvironment):
+    agents = ("black", "white")
+    protocol = Simultaneous()
+
+    def reset(self, task: Any) -> dict[str, str]:
+        return {"black": "a digit?", "white": "a digit?"}
+
+    def step_together(self, actions: Any) -> MultiStepResult:
+        return MultiStepResult({}, done=True)
+
+
+def test_ppo_on_a_further_server_needs_the_critic_there(job, tmp_path) -> None:
+    ppo = ot.PPO(group_size=4, critic=ot.CriticConfig(rank=4, alpha=8.0))
+    agents = {"black": ot.AgentConfig(), "white": ot.AgentConfig(server="second", algorithm=ppo)}
+
+    def make(critic: ot.LoraConfig | None, own: ot.LoraConfig | None = None) -> ot.MultiAgentTrainer:
+        fields = {"base_model": "bandit", "lora": {"rank": 4}, "servers": {"second": {"critic": critic}}, "critic": own}
+        job.config = parse_config(InteractiveJobConfig, fields)
+        return ot.MultiAgentTrainer(job, Pair, agents, ot.GRPO(group_size=4), progress=False, run_dir=tmp_path / "run")
+
+    right = ot.LoraConfig(rank=4, alpha=8.0)
+    for critic, own in ((None, None), (None, right), (ot.LoraConfig(rank=8, alpha=8.0), None)):
+        with pytest.raises(ConfigError, match=r"needs a critic of rank 4 .* that server 'second' began with") as caught:
+            make(critic, own)
+        assert 'create_job(..., servers={"second": {"critic": LoraConfig(rank=4, alpha=8)}})' in caught.value.hint
+    make(right)
 
 
 def test_a_run_in_a_users_process_tells_its_sinks_piece_by_piece_as_one_run(make_trainer, tmp_path, monkeypatch) -> None:
