@@ -19,7 +19,7 @@ from opentinker.multiagent.players import PolicyPlayer, ScriptedPlayer, SeatPlay
 from opentinker.multiagent.runner import GameRunner, Groups
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.multiagent.tally import Met, Tally, met, results_from_json, results_to_json
-from opentinker.rollout.types import Group
+from opentinker.rollout.types import Episode, Group
 from opentinker.training.metrics import Row, commonest_failure, finite
 
 ARENA_SEED = 2**30
@@ -131,17 +131,26 @@ class MatchPlayer:
             await asyncio.gather(*running, return_exceptions=True)
 
     def _count(self, match: Match, groups: Mapping[str, list[Group]], lists: dict[tuple[str, str], list[float]]) -> None:
+        """A game counts if it left an episode of anybody: who forfeited it leaves none. Where one of two wins, it counts alike
+        for both, whichever of them left one."""
+        usable = {
+            seat: {(g.index, e.member): e for g in of_seat for e in g.episodes if e.termination.trains}
+            for seat, of_seat in groups.items()
+        }
+        if groups and not any(usable.values()):
+            seated = ", ".join(f"{who} as {where}" for where, who in match.seating.items())
+            everything = [group for of_seat in groups.values() for group in of_seat]
+            raise EpisodesFailedError(f"no game of {seated} could be used: {commonest_failure(everything)}")
+        games = dict.fromkeys(game for of_seat in usable.values() for game in of_seat)
         for seat, name, other in match.scored:
-            if seat not in groups:
-                continue  # a scripted player, whose results are the others'
-            episodes = [e for group in groups[seat] for e in group.episodes if e.termination.trains]
-            if not episodes:
-                seated = ", ".join(f"{who} as {where}" for where, who in match.seating.items())
-                raise EpisodesFailedError(f"no game of {seated} could be used: {commonest_failure(groups[seat])}")
-            values = [won(e) if self.won else e.reward for e in episodes]
-            lists.setdefault((name, other), []).extend(values)
-            if self.won and match.seating[self._other(seat)] not in {match.seating[s] for s in groups}:
-                lists.setdefault((other, name), []).extend(1.0 - value for value in values)
+            own = usable.get(seat, {})
+            if self.won:
+                theirs = usable.get(self._other(seat), {})
+                values = [_score(own.get(game), theirs.get(game)) for game in games]
+            else:
+                values = [episode.reward for episode in own.values()]
+            if values:  # none of a scripted player, whose rewards nobody tells
+                lists.setdefault((name, other), []).extend(values)
 
     def _other(self, seat: str) -> str:
         return next(other for other in self._seats if other != seat)
@@ -367,6 +376,14 @@ def reference_players(
                 hint=f"{there}; your own is named path/to/file.py:function",
             )
     return found
+
+
+def _score(own: Episode | None, theirs: Episode | None) -> float:
+    """Of a game between two, by the episodes that it left."""
+    told = [won(own)] if own is not None else []
+    if theirs is not None:
+        told.append(1.0 - won(theirs))
+    return sum(told) / len(told)
 
 
 def _label(step: int) -> str:

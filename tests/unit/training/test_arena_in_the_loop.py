@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+import opentinker.rollout.sampler as sampler_module
 from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import parse_config
 from opentinker.config.job import RLJobConfig
@@ -16,7 +17,7 @@ from opentinker.env.environment import Action, Message
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError, EngineError, EpisodesFailedError, TrainerError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
-from opentinker.multiagent.protocol import Simultaneous
+from opentinker.multiagent.protocol import Alternating, Simultaneous
 from opentinker.training.agents import AgentsLoop
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.arena_report import LATER, arena_files
@@ -237,6 +238,68 @@ async def test_a_meeting_without_a_usable_game_says_whose(server, make_config, r
     policy.made["white"].broken = EngineError("out of memory")
     with pytest.raises(EpisodesFailedError, match=r"no game of black@0 as black, white@0 as white could be used: .*out of mem"):
         await loop.run(1)
+
+
+class Giving(Larger):
+    """In turns; who leaves has lost."""
+
+    protocol = Alternating()
+    players: ClassVar = {}
+
+    def reset(self, task: Any) -> Mapping[str, str]:
+        self.said: dict[str, Action] = {}
+        return super().reset(task)
+
+    def step(self, agent: str, action: Action) -> MultiStepResult:
+        self.said[agent] = action
+        if len(self.said) < 2:
+            return MultiStepResult(observations={"white": "and you?"})
+        return self.step_together(self.said)
+
+    def leave(self, agent: str) -> MultiStepResult:
+        metrics = {name: {"won": float(name != agent), "lost": float(name == agent)} for name in self.agents}
+        return MultiStepResult({name: 1.0 if name != agent else -1.0 for name in self.agents}, done=True, metrics=metrics)
+
+
+@pytest.mark.parametrize("chance", [0.3, 1.0])
+@pytest.mark.parametrize("score", ["won", "auto"])
+async def test_a_game_that_one_side_forfeits_counts_for_both(server, make_config, recorder, monkeypatch, chance, score) -> None:
+    monkeypatch.setattr(sampler_module, "FIRST_BACKOFF_S", 0.001)
+    rollout = {"groups_per_step": 2, "max_turns": 2, "member_retries": 0, "generation_retries": 0}
+    arena = {**ARENA, "past": 0, "tasks": 6, "samples": 4, "score": score}
+    loop = await connected(
+        config(make_config, arena, turns={"on_late": "forfeit"}, rollout=rollout), policy := server(World()), recorder, Giving
+    )
+    white, numbers = policy.made["white"], random.Random(1)
+    sample = white.sample
+
+    async def shaky(*args: Any, **fields: Any) -> Any:
+        if numbers.random() < chance:
+            raise EngineError("the engine broke")
+        return await sample(*args, **fields)
+
+    white.sample = shaky
+    assert loop._arena is not None
+    row = await loop._arena.meet(0)
+    games = {(name, other): (total, count) for name, other, total, _, count in row["results"]}
+    assert set(games) == {("black@0", "white@0"), ("white@0", "black@0")}
+    (won, count), (lost, as_many) = games["black@0", "white@0"], games["white@0", "black@0"]
+    assert row["errors"] > 0
+    assert count == as_many == 2 * 6 * 4
+    assert won + lost == pytest.approx(count)
+    assert won == count or chance < 1.0
+
+
+async def test_where_rewards_count_who_forfeits_every_game_has_no_result(server, make_config, recorder, monkeypatch) -> None:
+    monkeypatch.setattr(sampler_module, "FIRST_BACKOFF_S", 0.001)
+    rollout = {"groups_per_step": 2, "max_turns": 2, "member_retries": 0, "generation_retries": 0}
+    wanted = config(make_config, {**ARENA, "past": 0, "score": "reward"}, turns={"on_late": "forfeit"}, rollout=rollout)
+    loop = await connected(wanted, policy := server(World()), recorder, Giving)
+    policy.made["white"].broken = EngineError("the engine broke")
+    assert loop._arena is not None
+    row = await loop._arena.meet(0)
+    assert set(row["matrix"]) == {"black@0"}
+    assert row["matrix"]["black@0"]["white@0"]["mean"] == 1.0
 
 
 async def test_a_game_that_fails_gives_back_the_places_of_past_versions(server, make_config, recorder) -> None:
