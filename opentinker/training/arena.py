@@ -103,7 +103,7 @@ class MatchPlayer:
             found.errors += sum(len(group.failures) for group in everything)
             found.tokens += sum(e.action_tokens for g in everything for e in (*g.episodes, *g.failures))
             found.games += max((sum(len(g.episodes) for g in of_seat) for of_seat in groups.values()), default=0)
-            if self.won is None:
+            if self.won is None and any(g.episodes for g in everything):
                 self.won = any("won" in e.metrics for g in everything for e in g.episodes)
             self._count(match, groups, lists)
         found.results = {pair: met(values) for pair, values in lists.items()}
@@ -213,7 +213,7 @@ class Arena:
                 async for casts, players in past:
                     played.append(await self._play(casts, {**standing, **players}, step, seen))
         results = {pair: found for part in played for pair, found in part.results.items()}
-        self._count(step, results, won=bool(self._player.won))
+        self._count(step, results, won=self._player.won)
         now_called = {entrant.agent: version(entrant, step) for entrant in self._entrants}
         return cross_play_row(
             step, self.tally, results, played, now_called, list(self._references), seconds=time.monotonic() - started
@@ -281,8 +281,10 @@ class Arena:
         finally:
             await policy.delete_policy(name)
 
-    def _count(self, step: int, results: PairResults, *, won: bool) -> None:
-        self._player.won = self.tally.won = won
+    def _count(self, step: int, results: PairResults, *, won: bool | None) -> None:
+        if results:  # a meeting of nobody, such as the first one of a policy with itself, tells nothing
+            self._player.won = won
+        self.tally.won = bool(self._player.won)
         self.tally.add(results)
         self.steps.append(step)
 
@@ -294,7 +296,7 @@ class Arena:
         """Go on after a checkpoint, and after the rows that came after it."""
         if state:
             self.tally, self.steps = Tally.from_json(state), [int(step) for step in state["steps"]]
-            self._player.won = self.tally.won if self.steps else self._player.won
+            self._player.won = self.tally.won if self.tally.results else self._player.won
         for row in later:
             if row["kind"] == "cross_play" and row["step"] not in self.steps:
                 self._count(row["step"], results_from_json(row["results"]), won=row["score"] == "won")

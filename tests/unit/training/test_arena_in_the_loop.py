@@ -106,7 +106,7 @@ def server(policy: Any) -> Any:
 
         async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]:
             source, _, name = f"{policy or self.policy}/{name}".rpartition("/") if "/" not in name else name.rpartition("/")
-            self.logits = self.world.saved[source, name].copy()
+            self.logits = self.world.saved[source, name.partition("@")[0]].copy()
             return {"version": self.version}
 
     return lambda world: Served(world, "default", set())
@@ -238,6 +238,28 @@ async def test_a_meeting_without_a_usable_game_says_whose(server, make_config, r
     policy.made["white"].broken = EngineError("out of memory")
     with pytest.raises(EpisodesFailedError, match=r"no game of black@0 as black, white@0 as white could be used: .*out of mem"):
         await loop.run(1)
+
+
+class Bare(Larger):
+    players: ClassVar = {}
+
+
+@pytest.mark.parametrize("white", [{"policy": "black"}, {"pool": {"of": "black", "every": 1, "slots": 1}}])
+@pytest.mark.parametrize("rows_stand", [True, False])
+async def test_who_first_has_nobody_to_meet_has_ratings_later(server, make_config, tmp_path, white, rows_stand) -> None:
+    """What 'auto' stands for is told by games, and there are none before a past version plays; also after a checkpoint."""
+    wanted, world = config(make_config, {**ARENA, "past": 2}, {"black": {}, "white": white}), World()
+    first = Recorder(tmp_path / "run", wanted.model_dump(mode="json"))
+    await (await connected(wanted, server(world), first, Bare)).run(2)
+    assert met(first)[0]["results"] == []
+    folder = tmp_path / ("run" if rows_stand else "elsewhere")
+    again = Recorder(folder, wanted.model_dump(mode="json"), resume_at=2 if rows_stand else None)
+    loop = await connected(wanted, server(world), again, Bare)
+    await loop.resume(2)
+    await loop.run(2)
+    last = met(again)[-1]
+    assert last["score"] == "won"
+    assert set(last["rating"]) == {"black"}
 
 
 class Giving(Larger):
