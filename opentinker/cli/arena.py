@@ -27,6 +27,7 @@ from opentinker.config.job import RLJobConfig, parse_job
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError, EnvironmentLoadError
 from opentinker.training.agents_report import render_agents_report
+from opentinker.training.arena import reference_players
 from opentinker.training.arena_report import LATER, arena_files, as_json, as_markdown
 from opentinker.training.checkpoint_arena import Version, chosen, named, play_versions, versions
 from opentinker.training.metrics import Row
@@ -141,6 +142,10 @@ def _play(
         if environment:
             raise
         raise EnvironmentLoadError(error.detail, hint=f"--environment says what '{name}' is called here") from error
+    try:
+        reference_players(settings.references, loaded, config.agents)
+    except EnvironmentLoadError as error:  # the run's files went with it, and lie elsewhere
+        raise EnvironmentLoadError(error.detail, hint="--reference path/to/file.py:function says where it is here") from error
     err.print(f"{len(playing)} checkpoints play: {', '.join(version.name for version in playing)}; waiting for a server")
     engine = config.engine.model_copy(update={"max_adapters": len(playing) + 1, "lora_serving": "auto"})
     with client.create_job(

@@ -105,6 +105,10 @@ def test_what_cannot_meet_is_said(live: Any, finished: dict[str, Any], asked: li
     alone = run(live, other["id"])
     assert (alone.exit_code, "is no run of several agents" in alone.stderr) == (1, True)
     live.client().cancel(other["id"])
+    gone = run(live, finished["id"], "--reference", "gone.py:careful")
+    assert (gone.exit_code, "gone.py does not exist" in gone.stderr.replace("\n", "")) == (1, True)
+    assert "--reference path/to/file.py:function" in gone.stderr
+    assert not any(job["kind"] == "interactive" for job in live.client().jobs()), "said before a server is waited for"
     empty = live.submit(**AGENTS)
     none = run(live, empty["id"])
     assert (none.exit_code, "has saved no checkpoint of an agent that learns" in none.stderr) == (1, True)
