@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from opentinker.checkpoints import policy_root
 from opentinker.cli.main import app
+from opentinker.config.job import parse_job
 from opentinker.multiagent.tally import Tally, met
 from opentinker.training.arena import Played, cross_play_row
 from opentinker.training.checkpoint_arena import Version
@@ -84,6 +85,35 @@ def test_checkpoints_of_a_run_play_on_a_server_of_their_own_which_ends(
     assert hosted["state"] == "COMPLETED"
     assert hosted["config"]["engine"]["max_adapters"] == 5
     assert len(hosted["config"]["checkpoints"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("second", "playing", "says"),
+    [
+        ({"lora": {"rank": 8}, "engine": {"max_model_len": 2048}}, {"black", "white"}, ""),
+        ({"base_model": "another"}, {"black"}, "white is left out: the base model of its server is another"),
+    ],
+)
+def test_agents_on_further_servers_play_or_it_is_said_why_not(
+    live: Any,
+    finished: dict[str, Any],
+    asked: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    second: Any,
+    playing: set[str],
+    says: str,
+) -> None:
+    """The cluster here has no room for a run with two servers."""
+    fields = {"kind": "rl", "base_model": "some-model", **AGENTS, "servers": {"second": second}}
+    config = parse_job({**fields, "agents": {"black": {}, "white": {"server": "second"}}})
+    monkeypatch.setattr("opentinker.cli.arena._run_of", lambda scheduler, job_id: (finished, config))
+    result = run(live, finished["id"])
+    assert result.exit_code == 0, result.output
+    assert {one.agent for one in asked[0][1]} == playing
+    assert says in result.stderr
+    hosted = next(job for job in live.client().jobs() if job["kind"] == "interactive")["config"]
+    widest = (8, 2048) if "white" in playing else (4, 1024)
+    assert (hosted["lora"]["rank"], hosted["engine"]["max_model_len"]) == widest
 
 
 def test_chosen_checkpoints_play_and_programs_get_json(

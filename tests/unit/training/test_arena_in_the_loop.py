@@ -21,7 +21,7 @@ from opentinker.multiagent.protocol import Alternating, Simultaneous
 from opentinker.training.agents import AgentsLoop
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.arena_report import LATER, arena_files
-from opentinker.training.checkpoint_arena import chosen, named, play_versions, versions
+from opentinker.training.checkpoint_arena import chosen, left_out, named, play_versions, versions
 from opentinker.training.progress import row_line
 from opentinker.training.recorder import Recorder, render_again
 from opentinker.training.sinks.base import scalars
@@ -437,6 +437,23 @@ def test_checkpoints_of_a_run_are_found_by_agent_and_step() -> None:
         named(found, ["a@3"])
     alone = versions(parse_config(RLJobConfig, FIELDS), SAVED[:1], None)
     assert [one.name for one in chosen(alone, 2)] == ["a@final"], "also where no row tells its step"
+
+
+def test_agents_on_further_servers_play_or_it_is_said_why_not() -> None:
+    fields = FIELDS | {
+        "agents": {"a": {}, "b": {"server": "same"}, "d": {"server": "other"}, "e": {"server": "whole"}},
+        "servers": {"same": {"lora": {"rank": 8}}, "other": {"base_model": "n"}, "whole": {"lora": None}},
+    }
+    job = parse_config(RLJobConfig, fields)
+    found = versions(job, [listed(name, "step-000002") for name in (None, "b", "d", "e")], 2)
+    assert [one.name for one in named(found, ["a@2", "b@2"], left_out(job))] == [one.name for one in found] == ["a@2", "b@2"]
+    assert set(left_out(job)) == {"d", "e"}
+    for name, says in (
+        ("d@2", "the base model of its server is n, that of the job's own m"),
+        ("e@2", "trained full parameters"),
+    ):
+        with pytest.raises(ConfigError, match=f"'{name}' cannot play here: .*{says}"):
+            named(found, [name], left_out(job))
 
 
 async def test_checkpoints_of_a_finished_run_meet_on_a_server(server, make_config, tmp_path) -> None:
