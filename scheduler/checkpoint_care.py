@@ -21,8 +21,8 @@ from opentinker.storage import Storage, all_checkpoints
 WITHIN_S = 60.0
 """How long the storage may take."""
 STEP = "step-"
-POOL = "pool-"
-"""How past versions are called that play against those who learn."""
+PLAYING = ("pool-", "arena-")
+"""How checkpoints are called that an open job loads again, so that past versions play."""
 T = TypeVar("T")
 
 
@@ -142,7 +142,7 @@ class CheckpointCare:
             raise ConflictError(f"{ref} has the tag '{given[0]}'", hint=hint)
         if is_open and find(saved, chosen.name) == chosen and chosen.name in self._resumable(job, policy, saved):
             raise ConflictError(f"{ref} is what its job would go on from", hint="delete it when the job has ended")
-        if is_open and chosen.name.startswith(POOL):
+        if is_open and chosen.name.startswith(PLAYING):
             raise ConflictError(f"{ref} may play in its job's games", hint="delete it when the job has ended")
         try:
             return remove(root, versioned(chosen.name, chosen.version), self._storage)

@@ -27,8 +27,9 @@ from opentinker.config.job import RLJobConfig, parse_job
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError, EnvironmentLoadError
 from opentinker.training.agents_report import render_agents_report
+from opentinker.training.arena import reference_players
 from opentinker.training.arena_report import LATER, arena_files, as_json, as_markdown
-from opentinker.training.checkpoint_arena import Version, chosen, named, play_versions, versions
+from opentinker.training.checkpoint_arena import WHILE_TRAINING, Version, chosen, left_out, named, play_versions, versions
 from opentinker.training.metrics import Row
 from opentinker.training.recorder import render_again
 
@@ -81,11 +82,14 @@ def arena(
         record, config = _run_of(client.scheduler, job_id)
         last = _last_step(client.scheduler, job_id)
         saved = versions(config, client.scheduler.checkpoints(job_id), last)
-        playing = named(saved, players) if players else chosen(saved, versions_per_agent)
+        without = left_out(config)
+        playing = named(saved, players, without) if players else chosen(saved, versions_per_agent)
         if not playing:
             raise ConfigError(
                 f"{job_id} has saved no checkpoint of an agent that learns", hint="training.save_every saves some"
             )
+        for agent, why in without.items():
+            err.print(f"{agent} is left out: {why}", markup=False, soft_wrap=True)
         asked = {"references": tuple(reference) if reference else None, "tasks": tasks, "samples": samples}
         settings = (config.arena or ArenaConfig()).model_dump() | {name: value for name, value in asked.items() if value}
         row = _play(client, job_id, config, parse_config(ArenaConfig, settings), playing, environment)
@@ -110,7 +114,7 @@ def _run_of(scheduler: SchedulerClient, job_id: str) -> tuple[Mapping[str, Any],
     if config.lora is None:
         raise ConfigError(
             f"{job_id} trained full parameters, which need a server for themselves",
-            hint="an `arena` in the run's config compares its agents while they train",
+            hint=WHILE_TRAINING,
         )
     return record, config
 
@@ -141,11 +145,22 @@ def _play(
         if environment:
             raise
         raise EnvironmentLoadError(error.detail, hint=f"--environment says what '{name}' is called here") from error
+    try:
+        reference_players(settings.references, loaded, config.agents)
+    except EnvironmentLoadError as error:  # the run's files went with it, and lie elsewhere
+        raise EnvironmentLoadError(error.detail, hint="--reference path/to/file.py:function says where it is here") from error
     err.print(f"{len(playing)} checkpoints play: {', '.join(version.name for version in playing)}; waiting for a server")
-    engine = config.engine.model_copy(update={"max_adapters": len(playing) + 1, "lora_serving": "auto"})
+    engine = config.engine.model_copy(
+        update={
+            "max_adapters": len(playing) + 1,
+            "lora_serving": "auto",
+            "max_model_len": max(config.server_of(version.agent).engine.max_model_len for version in playing),
+        }
+    )
+    loras = [lora for version in playing if (lora := config.lora_of(version.agent)) is not None]
     with client.create_job(
         config.base_model,
-        lora=config.lora,
+        lora=max(loras, key=lambda lora: lora.rank),  # the server has room for adapters of its own one's rank
         engine=engine,
         trainer=config.trainer,
         resources=config.resources,

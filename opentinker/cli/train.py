@@ -114,12 +114,12 @@ def _checked_rl(job: RLJobConfig, folder: Path) -> tuple[RLJobConfig, Path | Non
             ChatModel(name, agent.model)  # raises where its key is missing, before anything is waited for
     folders = (*([code_dir] if code_dir else []), folder, Path())
     tasks, function = task_files(job, *folders), algorithm_file(job, *folders)
+    job = with_algorithm_file(job, {field: str(path) for field, path in function.items()})
     environment = checked_environment(job, code_dir)
     check_task_files(job, tasks, environment)
     check_algorithm(job, function)
     job = with_adapter_functions(job, environment, *folders)
-    names = {field: str(path) for field, path in {**tasks, **function}.items()}
-    return with_algorithm_file(named(job, names), names), code_dir
+    return named(job, {field: str(path) for field, path in tasks.items()}), code_dir
 
 
 def _checked_examples(job: E, folder: Path) -> E:

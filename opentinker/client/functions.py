@@ -15,11 +15,12 @@ from opentinker.multiagent.shared import SharedEnvironment
 A = TypeVar("A")
 ADAPTER_ARGUMENTS = ("codec", "opponent")
 """Arguments of adapters that may name a function or class in a file."""
+REFERENCES = "arena.references"
 
 
 def algorithm_file(config: RLJobConfig, *folders: Path) -> dict[str, Path]:
-    """The files of the algorithm's function, and of agents' algorithms and scripts, by their fields: each of the first folder
-    that has it.
+    """The files of the algorithm's function, of agents' algorithms and scripts, and of an arena's reference players, by their
+    fields: each of the first folder that has it.
 
     Raises:
         EnvironmentLoadError: one names no function.
@@ -42,7 +43,11 @@ def with_algorithm_file(config: RLJobConfig, names: Mapping[str, str]) -> RLJobC
         algorithm = _with_file(agent.algorithm, names.get(f"agents.{name}.algorithm.function"))
         agents[name] = agent.model_copy(update={"script": script, "algorithm": algorithm})
     algorithm = _with_file(config.algorithm, names.get("algorithm.function"))
-    return config.model_copy(update={"algorithm": algorithm, "agents": agents})
+    arena = config.arena
+    if arena is not None and arena.references is not None:
+        players = tuple(_renamed(name, names.get(f"{REFERENCES}.{i}")) for i, name in enumerate(arena.references))
+        arena = arena.model_copy(update={"references": players})
+    return config.model_copy(update={"algorithm": algorithm, "agents": agents, "arena": arena})
 
 
 def check_algorithm(config: RLJobConfig, files: Mapping[str, Path]) -> None:
@@ -65,6 +70,8 @@ def _functions(config: RLJobConfig) -> dict[str, str]:
             found[f"agents.{name}.script"] = agent.script
         if agent.algorithm is not None:
             algorithms[f"agents.{name}.algorithm.function"] = agent.algorithm
+    references = (config.arena.references if config.arena is not None else None) or ()
+    found |= {f"{REFERENCES}.{i}": name for i, name in enumerate(references) if ":" in name}  # others the environment brings
     return found | {field: one.function for field, one in algorithms.items() if isinstance(one, CustomConfig)}
 
 

@@ -96,7 +96,7 @@ def prepare(source: JobSource, overrides: Sequence[str] = ()) -> Submission:
     job = with_algorithm_file(named(job, names), names)
     absent = lacking(job, file)
     if not absent:
-        environment = checked_environment(job, folder)
+        environment = checked_environment(with_algorithm_file(job, {key: str(path) for key, path in function.items()}), folder)
         refuse_adapter_functions(job, environment)
         check_algorithm(job, function)
         try:

@@ -1,6 +1,9 @@
 """What players scored against each other, and what that says: means, intervals, ratings. Pure."""
 
+import base64
+import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,12 +119,14 @@ class Tally:
         return games, scores
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` takes."""
-        return {"won": self.won, "results": results_to_json(self.results)}
+        """What `from_json` takes. It goes with every checkpoint, so it is short: some 70 bytes for a meeting of two."""
+        return {"won": self.won, "results": _packed(self.results)}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> "Tally":
-        return cls(results_from_json(state["results"]), won=bool(state["won"]))
+        """Also of what older releases wrote, which is as `results_to_json`."""
+        results = state["results"]
+        return cls(_unpacked(results) if isinstance(results, str) else results_from_json(results), won=bool(state["won"]))
 
 
 def results_to_json(results: Mapping[tuple[str, str], Met]) -> list[list[Any]]:
@@ -131,6 +136,37 @@ def results_to_json(results: Mapping[tuple[str, str], Met]) -> list[list[Any]]:
 
 def results_from_json(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], Met]:
     return {(name, other): Met(float(total), float(squares), int(games)) for name, other, total, squares, games in rows}
+
+
+def _packed(results: Mapping[tuple[str, str], Met]) -> str:
+    """Names once and results by columns, deflated. Of two whose results tell each other's there is one row."""
+    names = list(dict.fromkeys(name for pair in results for name in pair))
+    place = {name: i for i, name in enumerate(names)}
+    rows, told = list[tuple[Any, ...]](), set[tuple[str, str]]()
+    for (name, other), found in results.items():
+        if (name, other) in told:
+            continue
+        tells = results.get((other, name)) == _seen_by_other(found)
+        if tells:
+            told.add((other, name))
+        rows.append((place[name], place[other], found.total, found.squares, found.games, int(tells)))
+    text = json.dumps([names, list(zip(*rows, strict=True))], separators=(",", ":"))
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _unpacked(text: str) -> dict[tuple[str, str], Met]:
+    names, columns = json.loads(zlib.decompress(base64.b64decode(text)))
+    results: dict[tuple[str, str], Met] = {}
+    for name, other, total, squares, games, tells in zip(*columns, strict=True):
+        found = results[names[name], names[other]] = Met(float(total), float(squares), int(games))
+        if tells:
+            results[names[other], names[name]] = _seen_by_other(found)
+    return results
+
+
+def _seen_by_other(found: Met) -> Met:
+    """The opponent's results, where they are 1 minus the player's."""
+    return Met(found.games - found.total, found.games - 2 * found.total + found.squares, found.games)
 
 
 def _half_widths(ratings: Floats, games: npt.NDArray[np.int64], anchor: int) -> Floats:

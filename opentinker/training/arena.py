@@ -19,7 +19,7 @@ from opentinker.multiagent.players import PolicyPlayer, ScriptedPlayer, SeatPlay
 from opentinker.multiagent.runner import GameRunner, Groups
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.multiagent.tally import Met, Tally, met, results_from_json, results_to_json
-from opentinker.rollout.types import Group
+from opentinker.rollout.types import Episode, Group
 from opentinker.training.metrics import Row, commonest_failure, finite
 
 ARENA_SEED = 2**30
@@ -103,7 +103,7 @@ class MatchPlayer:
             found.errors += sum(len(group.failures) for group in everything)
             found.tokens += sum(e.action_tokens for g in everything for e in (*g.episodes, *g.failures))
             found.games += max((sum(len(g.episodes) for g in of_seat) for of_seat in groups.values()), default=0)
-            if self.won is None:
+            if self.won is None and any(g.episodes for g in everything):
                 self.won = any("won" in e.metrics for g in everything for e in g.episodes)
             self._count(match, groups, lists)
         found.results = {pair: met(values) for pair, values in lists.items()}
@@ -131,17 +131,26 @@ class MatchPlayer:
             await asyncio.gather(*running, return_exceptions=True)
 
     def _count(self, match: Match, groups: Mapping[str, list[Group]], lists: dict[tuple[str, str], list[float]]) -> None:
+        """A game counts if it left an episode of anybody: who forfeited it leaves none. Where one of two wins, it counts alike
+        for both, whichever of them left one."""
+        usable = {
+            seat: {(g.index, e.member): e for g in of_seat for e in g.episodes if e.termination.trains}
+            for seat, of_seat in groups.items()
+        }
+        if groups and not any(usable.values()):
+            seated = ", ".join(f"{who} as {where}" for where, who in match.seating.items())
+            everything = [group for of_seat in groups.values() for group in of_seat]
+            raise EpisodesFailedError(f"no game of {seated} could be used: {commonest_failure(everything)}")
+        games = dict.fromkeys(game for of_seat in usable.values() for game in of_seat)
         for seat, name, other in match.scored:
-            if seat not in groups:
-                continue  # a scripted player, whose results are the others'
-            episodes = [e for group in groups[seat] for e in group.episodes if e.termination.trains]
-            if not episodes:
-                seated = ", ".join(f"{who} as {where}" for where, who in match.seating.items())
-                raise EpisodesFailedError(f"no game of {seated} could be used: {commonest_failure(groups[seat])}")
-            values = [won(e) if self.won else e.reward for e in episodes]
-            lists.setdefault((name, other), []).extend(values)
-            if self.won and match.seating[self._other(seat)] not in {match.seating[s] for s in groups}:
-                lists.setdefault((other, name), []).extend(1.0 - value for value in values)
+            own = usable.get(seat, {})
+            if self.won:
+                theirs = usable.get(self._other(seat), {})
+                values = [_score(own.get(game), theirs.get(game)) for game in games]
+            else:
+                values = [episode.reward for episode in own.values()]
+            if values:  # none of a scripted player, whose rewards nobody tells
+                lists.setdefault((name, other), []).extend(values)
 
     def _other(self, seat: str) -> str:
         return next(other for other in self._seats if other != seat)
@@ -204,7 +213,7 @@ class Arena:
                 async for casts, players in past:
                     played.append(await self._play(casts, {**standing, **players}, step, seen))
         results = {pair: found for part in played for pair, found in part.results.items()}
-        self._count(step, results, won=bool(self._player.won))
+        self._count(step, results, won=self._player.won)
         now_called = {entrant.agent: version(entrant, step) for entrant in self._entrants}
         return cross_play_row(
             step, self.tally, results, played, now_called, list(self._references), seconds=time.monotonic() - started
@@ -272,8 +281,10 @@ class Arena:
         finally:
             await policy.delete_policy(name)
 
-    def _count(self, step: int, results: PairResults, *, won: bool) -> None:
-        self._player.won = self.tally.won = won
+    def _count(self, step: int, results: PairResults, *, won: bool | None) -> None:
+        if results:  # a meeting of nobody, such as the first one of a policy with itself, tells nothing
+            self._player.won = won
+        self.tally.won = bool(self._player.won)
         self.tally.add(results)
         self.steps.append(step)
 
@@ -285,7 +296,7 @@ class Arena:
         """Go on after a checkpoint, and after the rows that came after it."""
         if state:
             self.tally, self.steps = Tally.from_json(state), [int(step) for step in state["steps"]]
-            self._player.won = self.tally.won if self.steps else self._player.won
+            self._player.won = self.tally.won if self.tally.results else self._player.won
         for row in later:
             if row["kind"] == "cross_play" and row["step"] not in self.steps:
                 self._count(row["step"], results_from_json(row["results"]), won=row["score"] == "won")
@@ -367,6 +378,14 @@ def reference_players(
                 hint=f"{there}; your own is named path/to/file.py:function",
             )
     return found
+
+
+def _score(own: Episode | None, theirs: Episode | None) -> float:
+    """Of a game between two, by the episodes that it left."""
+    told = [won(own)] if own is not None else []
+    if theirs is not None:
+        told.append(1.0 - won(theirs))
+    return sum(told) / len(told)
 
 
 def _label(step: int) -> str:

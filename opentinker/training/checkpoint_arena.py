@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from opentinker.client.policy import PolicyClient
@@ -27,6 +28,7 @@ from opentinker.training.tasks import JobTasks
 
 _NUMBERED = re.compile(r"(?:step|arena)-(\d+)")
 FINAL = "final"
+WHILE_TRAINING = "an `arena` in the run's config compares its agents while they train"
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ class Version:
 
 
 def versions(config: RLJobConfig, saved: Sequence[Mapping[str, Any]], last_step: int | None) -> list[Version]:
-    """The checkpoints of a run's agents that learn on the job's own server, as the scheduler lists them: one of each step, by
+    """The checkpoints of a run's agents that learn and are not `left_out`, as the scheduler lists them: one of each step, by
     agent and step. The step of `final` is `last_step`."""
-    learners = [name for name in config.learners if not config.agents[name].server]
+    without = left_out(config)
+    learners = [name for name in config.learners if name not in without]
     found: dict[tuple[str, Any], Version] = {}
     for checkpoint in saved:
         agent = checkpoint.get("policy") or config.own_policy
@@ -57,6 +60,18 @@ def versions(config: RLJobConfig, saved: Sequence[Mapping[str, Any]], last_step:
         step = int(numbered[1]) if numbered else last_step if checkpoint["name"] == FINAL else None
         found.setdefault((agent, checkpoint["name"] if step is None else step), _version(checkpoint, agent, step))
     return sorted(found.values(), key=lambda one: (learners.index(one.agent), one.step is None, one.step or 0, one.label))
+
+
+def left_out(config: RLJobConfig) -> dict[str, str]:
+    """The agents that learn whose policies have no place on one server with the others', and why."""
+    found = {}
+    for name in config.learners:
+        server = config.server_of(name)
+        if server.base_model != config.base_model:
+            found[name] = f"the base model of its server is {server.base_model}, that of the job's own {config.base_model}"
+        elif config.lora_of(name) is None:
+            found[name] = "it trained full parameters, which need a server for themselves"
+    return found
 
 
 def chosen(found: Sequence[Version], per_agent: int) -> list[Version]:
@@ -69,13 +84,15 @@ def chosen(found: Sequence[Version], per_agent: int) -> list[Version]:
     return picked
 
 
-def named(found: Sequence[Version], names: Sequence[str]) -> list[Version]:
-    """The versions of these names, `white@20` or `white@best`.
+def named(found: Sequence[Version], names: Sequence[str], without: Mapping[str, str] = MappingProxyType({})) -> list[Version]:
+    """The versions of these names, `white@20` or `white@best`. `without` are the agents that are `left_out`.
 
     Raises:
-        ConfigError: there is none of a name.
+        ConfigError: there is none of a name, or its agent is left out.
     """
     by_name = {version.name: version for version in found}
+    if barred := [name for name in names if name.partition("@")[0] in without]:
+        raise ConfigError(f"'{barred[0]}' cannot play here: {without[barred[0].partition('@')[0]]}", hint=WHILE_TRAINING)
     if missing := [name for name in names if name not in by_name]:
         hint = f"{nearest(missing[0], by_name)}; there are {', '.join(by_name)}" if by_name else "it has saved none"
         raise ConfigError(f"the run has no checkpoint '{missing[0]}'", hint=hint)

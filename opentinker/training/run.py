@@ -19,6 +19,7 @@ from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
 from opentinker.errors import AgentLostError, ConfigError
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
+from opentinker.training.arena import reference_players
 from opentinker.training.metrics import Row, summarize
 from opentinker.training.opponents import delete_made
 from opentinker.training.preference import PreferenceLoop
@@ -278,16 +279,19 @@ def check_no_secrets(job: RLJobConfig) -> None:
 
 
 def checked_environment(job: RLJobConfig, base_dir: Path | None = None) -> type[Environment]:
-    """The job's environment class, after a check that its constructor takes the configured arguments.
+    """The job's environment class, after a check that its constructor takes the configured arguments, and that its agents and
+    the reference players of an arena are there.
 
     Raises:
-        EnvironmentLoadError: it cannot be imported.
-        ConfigError: the arguments do not fit.
+        EnvironmentLoadError: it, or a reference player, cannot be imported.
+        ConfigError: the arguments do not fit, or an agent or player is not there.
     """
     check_no_secrets(job)
     environment = load_environment(job.environment.name, base_dir=base_dir)
     check_arguments(environment, job.environment.args)
     check_agents(job, environment)
+    if job.arena is not None:
+        reference_players(job.arena.references, environment, job.agents, base_dir)
     return environment
 
 

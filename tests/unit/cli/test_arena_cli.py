@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from opentinker.checkpoints import policy_root
 from opentinker.cli.main import app
+from opentinker.config.job import parse_job
 from opentinker.multiagent.tally import Tally, met
 from opentinker.training.arena import Played, cross_play_row
 from opentinker.training.checkpoint_arena import Version
@@ -86,6 +87,35 @@ def test_checkpoints_of_a_run_play_on_a_server_of_their_own_which_ends(
     assert len(hosted["config"]["checkpoints"]) == 4
 
 
+@pytest.mark.parametrize(
+    ("second", "playing", "says"),
+    [
+        ({"lora": {"rank": 8}, "engine": {"max_model_len": 2048}}, {"black", "white"}, ""),
+        ({"base_model": "another"}, {"black"}, "white is left out: the base model of its server is another"),
+    ],
+)
+def test_agents_on_further_servers_play_or_it_is_said_why_not(
+    live: Any,
+    finished: dict[str, Any],
+    asked: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    second: Any,
+    playing: set[str],
+    says: str,
+) -> None:
+    """The cluster here has no room for a run with two servers."""
+    fields = {"kind": "rl", "base_model": "some-model", **AGENTS, "servers": {"second": second}}
+    config = parse_job({**fields, "agents": {"black": {}, "white": {"server": "second"}}})
+    monkeypatch.setattr("opentinker.cli.arena._run_of", lambda scheduler, job_id: (finished, config))
+    result = run(live, finished["id"])
+    assert result.exit_code == 0, result.output
+    assert {one.agent for one in asked[0][1]} == playing
+    assert says in result.stderr
+    hosted = next(job for job in live.client().jobs() if job["kind"] == "interactive")["config"]
+    widest = (8, 2048) if "white" in playing else (4, 1024)
+    assert (hosted["lora"]["rank"], hosted["engine"]["max_model_len"]) == widest
+
+
 def test_chosen_checkpoints_play_and_programs_get_json(
     live: Any, finished: dict[str, Any], asked: list[Any], tmp_path: Path
 ) -> None:
@@ -105,6 +135,10 @@ def test_what_cannot_meet_is_said(live: Any, finished: dict[str, Any], asked: li
     alone = run(live, other["id"])
     assert (alone.exit_code, "is no run of several agents" in alone.stderr) == (1, True)
     live.client().cancel(other["id"])
+    gone = run(live, finished["id"], "--reference", "gone.py:careful")
+    assert (gone.exit_code, "gone.py does not exist" in gone.stderr.replace("\n", "")) == (1, True)
+    assert "--reference path/to/file.py:function" in gone.stderr
+    assert not any(job["kind"] == "interactive" for job in live.client().jobs()), "said before a server is waited for"
     empty = live.submit(**AGENTS)
     none = run(live, empty["id"])
     assert (none.exit_code, "has saved no checkpoint of an agent that learns" in none.stderr) == (1, True)

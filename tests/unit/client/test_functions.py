@@ -15,6 +15,8 @@ from opentinker.client.submission import prepare, read_job
 from opentinker.config.job import RLJobConfig
 from opentinker.env.load import load_function
 from opentinker.errors import ConfigError, EnvironmentLoadError
+from opentinker.training.arena import reference_players
+from opentinker.training.run import checked_environment
 
 OWN = """
 import opentinker as ot
@@ -27,6 +29,12 @@ ADAPTED = """
 from opentinker.env.adapters.gymnasium import environment_class
 
 class Lake(environment_class("FrozenLake-v1")):
+    pass
+"""
+DUEL = """
+from opentinker.environments.gomoku_duel import GomokuDuel
+
+class Duel(GomokuDuel):
     pass
 """
 CODEC = """
@@ -91,10 +99,11 @@ def test_the_function_is_found_where_the_job_runs(folder: Path, tmp_path: Path, 
     assert thrice(*_checked_rl(job, path.parent))
 
 
-def agents(folder: Path, **white: Any) -> Path:
+def agents(folder: Path, arena: Any = None, environment: str = "gomoku_duel", **white: Any) -> Path:
     """A job of two agents."""
-    path = config(folder, "gomoku_duel")
+    path = config(folder, environment)
     fields = yaml.safe_load(path.read_text()) | {"lora": {"rank": 4}, "agents": {"black": {}, "white": white}}
+    fields |= {"arena": arena} if arena else {}
     path.write_text(yaml.safe_dump(fields))
     return path
 
@@ -116,6 +125,49 @@ def test_what_agents_name_is_found_where_the_job_runs(folder: Path, tmp_path: Pa
             else:
                 assert player.algorithm is not None
                 assert thrice(job.model_copy(update={"algorithm": player.algorithm}), base_dir)
+
+
+@pytest.mark.parametrize("environment", ["gomoku_duel", "envs/duel.py:Duel"])
+def test_reference_players_are_found_where_the_job_runs(folder: Path, tmp_path: Path, environment: str) -> None:
+    own = environment != "gomoku_duel"
+    (folder / "envs" / "duel.py").write_text(DUEL)
+    place = folder / "envs" if own else folder
+    (place / "players.py").write_text("".join(f"def {f}(messages, numbers):\n    return '{f}'\n" for f in ("one", "two")))
+    names = ["players.py:two", "random", "players.py:one"]
+    path = agents(folder, {"references": names}, environment)
+    sent, here = prepare(path), read_job(path)
+    code = sent.code()
+    assert isinstance(here, RLJobConfig)
+    assert isinstance(sent.config, RLJobConfig)
+    assert code is not None
+    zipfile.ZipFile(io.BytesIO(code)).extractall(tmp_path / "cluster")
+    for job, base_dir in ((sent.config, tmp_path / "cluster"), _checked_rl(here, path.parent)):
+        assert job.arena is not None
+        players = reference_players(job.arena.references, checked_environment(job, base_dir), job.agents, base_dir)
+        assert list(players) == ["two", "random", "one"]
+        assert job.arena.references is not None
+        assert load_function(job.arena.references[0], base_dir)([], None) == "two"
+
+
+@pytest.mark.parametrize(
+    ("references", "says"),
+    [
+        (["randon"], "brings no player 'randon'"),
+        (["players.py:cautious"], "has no function 'cautious'"),
+        (["random", "absent.py:careful"], r"arena.references.1: there is no file absent.py"),
+        (["players:careful"], "'players:careful' names no function"),
+        (["players.py:black"], "a player is called as an agent, 'black'"),
+    ],
+)
+def test_a_reference_player_that_is_not_there_is_refused_at_once(folder: Path, references: list[str], says: str) -> None:
+    (folder / "players.py").write_text("def careful(messages, numbers):\n    return 'a1'\n\nblack = careful\n")
+    path = agents(folder, {"references": references})
+    job = read_job(path)
+    assert isinstance(job, RLJobConfig)
+    with pytest.raises((ConfigError, EnvironmentLoadError), match=says):
+        prepare(path)
+    with pytest.raises((ConfigError, EnvironmentLoadError), match=says):
+        _checked_rl(job, path.parent)
 
 
 def test_what_agents_name_and_is_not_there_is_refused_at_once(folder: Path) -> None:

@@ -3,16 +3,18 @@
 import json
 import math
 import random
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opentinker.config.arena import ArenaConfig
 from opentinker.multiagent.arena import ELO_PER_NAT
 from opentinker.multiagent.matches import matches, spread
-from opentinker.multiagent.tally import Met, Tally, met
+from opentinker.multiagent.tally import Met, Tally, met, results_to_json
+from opentinker.server.keeping import MAX_DRIVER_BYTES, driver_json
 
 
 def both(name: str, other: str, scores: list[float]) -> dict[tuple[str, str], Met]:
@@ -81,6 +83,40 @@ def test_games_that_are_counted_piece_by_piece_count_as_those_that_are_counted_a
         assert one is not None
         assert other is not None
         assert other.high == pytest.approx(one.high, abs=1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.lists(st.floats(-5, 5), min_size=1)), max_size=12),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd"), st.lists(st.sampled_from([0, 0.25, 0.5, 1])))),
+)
+def test_what_a_checkpoint_holds_of_results_gives_them_back_exactly(rewards, scores) -> None:
+    tally = Tally(won=True)
+    for name, other, values in rewards:
+        tally.add({(name, other): met(values)})
+    for name, other, values in scores:
+        tally.add(both(name, other, values))
+    again = Tally.from_json(json.loads(json.dumps(tally.to_json())))
+    assert again.results == tally.results
+    assert again.names == tally.names, "in the order in which they came, as the first has the rating 0"
+    older = {"won": True, "results": results_to_json(tally.results)}
+    assert Tally.from_json(json.loads(json.dumps(older))).results == tally.results
+
+
+@pytest.mark.parametrize(("agents", "every"), [(("black", "white"), 10), (("a", "b", "c", "d", "e", "f"), 40)])
+def test_what_a_long_run_has_played_fits_into_a_checkpoint(agents: tuple[str, ...], every: int) -> None:
+    """4000 steps, with two reference players and what `arena.past` is by default."""
+    tally, numbers, steps = Tally(won=True), random.Random(0), list[int]()
+    for step in range(0, 4000, every):
+        now = [f"{name}@{step}" for name in agents]
+        others = ["random", "careful", *(f"{name}@{when}" for when in spread(steps, ArenaConfig().past) for name in agents)]
+        for name, other in [*combinations(now, 2), *product(now, others)]:
+            score = float(numbers.randint(20, 44))
+            tally.add({(name, other): Met(score, score, 64), (other, name): Met(64 - score, 64 - score, 64)})
+        steps.append(step)
+    text = driver_json({"agents": {"arena": {**tally.to_json(), "steps": steps}}})
+    assert text is not None
+    assert len(text) < MAX_DRIVER_BYTES / 8
+    assert Tally.from_json(json.loads(text)["agents"]["arena"]).results == tally.results
 
 
 def test_the_worst_is_the_lowest_mean() -> None:

@@ -122,6 +122,19 @@ async def test_a_further_policys_part_of_what_an_open_job_would_go_on_from_is_no
             await world.service.delete_checkpoint("ann", job["id"], f"white/step-00000{step}", ANN)
 
 
+@pytest.mark.parametrize("name", ["pool-white-first", "pool-white-000010", "arena-000000"])
+@pytest.mark.parametrize("policy", [None, "white"])
+async def test_what_an_open_job_plays_against_is_not_deleted(world: Any, name: str, policy: str | None) -> None:
+    job = await submit(world)
+    save(job, name, 0, policy)
+    address = f"{policy}/{name}@0" if policy else f"{name}@0"
+    with pytest.raises(ConflictError, match="may play in its job's games"):
+        await world.service.delete_checkpoint("ann", job["id"], address, ANN)
+    await world.service.cancel("ann", job["id"])
+    await world.service.delete_checkpoint("ann", job["id"], address, ANN)
+    assert await refs(world, job) == []
+
+
 async def test_those_of_further_policies_are_listed_under_their_policy_and_treated_alike(world: Any) -> None:
     job = await submit(world)
     save(job, "final", 1)

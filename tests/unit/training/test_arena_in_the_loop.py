@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+import opentinker.rollout.sampler as sampler_module
 from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import parse_config
 from opentinker.config.job import RLJobConfig
@@ -16,11 +17,11 @@ from opentinker.env.environment import Action, Message
 from opentinker.env.load import load_environment
 from opentinker.errors import ConfigError, EngineError, EpisodesFailedError, TrainerError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
-from opentinker.multiagent.protocol import Simultaneous
+from opentinker.multiagent.protocol import Alternating, Simultaneous
 from opentinker.training.agents import AgentsLoop
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.arena_report import LATER, arena_files
-from opentinker.training.checkpoint_arena import chosen, named, play_versions, versions
+from opentinker.training.checkpoint_arena import chosen, left_out, named, play_versions, versions
 from opentinker.training.progress import row_line
 from opentinker.training.recorder import Recorder, render_again
 from opentinker.training.sinks.base import scalars
@@ -105,7 +106,7 @@ def server(policy: Any) -> Any:
 
         async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]:
             source, _, name = f"{policy or self.policy}/{name}".rpartition("/") if "/" not in name else name.rpartition("/")
-            self.logits = self.world.saved[source, name].copy()
+            self.logits = self.world.saved[source, name.partition("@")[0]].copy()
             return {"version": self.version}
 
     return lambda world: Served(world, "default", set())
@@ -239,6 +240,90 @@ async def test_a_meeting_without_a_usable_game_says_whose(server, make_config, r
         await loop.run(1)
 
 
+class Bare(Larger):
+    players: ClassVar = {}
+
+
+@pytest.mark.parametrize("white", [{"policy": "black"}, {"pool": {"of": "black", "every": 1, "slots": 1}}])
+@pytest.mark.parametrize("rows_stand", [True, False])
+async def test_who_first_has_nobody_to_meet_has_ratings_later(server, make_config, tmp_path, white, rows_stand) -> None:
+    """What 'auto' stands for is told by games, and there are none before a past version plays; also after a checkpoint."""
+    wanted, world = config(make_config, {**ARENA, "past": 2}, {"black": {}, "white": white}), World()
+    first = Recorder(tmp_path / "run", wanted.model_dump(mode="json"))
+    await (await connected(wanted, server(world), first, Bare)).run(2)
+    assert met(first)[0]["results"] == []
+    folder = tmp_path / ("run" if rows_stand else "elsewhere")
+    again = Recorder(folder, wanted.model_dump(mode="json"), resume_at=2 if rows_stand else None)
+    loop = await connected(wanted, server(world), again, Bare)
+    await loop.resume(2)
+    await loop.run(2)
+    last = met(again)[-1]
+    assert last["score"] == "won"
+    assert set(last["rating"]) == {"black"}
+
+
+class Giving(Larger):
+    """In turns; who leaves has lost."""
+
+    protocol = Alternating()
+    players: ClassVar = {}
+
+    def reset(self, task: Any) -> Mapping[str, str]:
+        self.said: dict[str, Action] = {}
+        return super().reset(task)
+
+    def step(self, agent: str, action: Action) -> MultiStepResult:
+        self.said[agent] = action
+        if len(self.said) < 2:
+            return MultiStepResult(observations={"white": "and you?"})
+        return self.step_together(self.said)
+
+    def leave(self, agent: str) -> MultiStepResult:
+        metrics = {name: {"won": float(name != agent), "lost": float(name == agent)} for name in self.agents}
+        return MultiStepResult({name: 1.0 if name != agent else -1.0 for name in self.agents}, done=True, metrics=metrics)
+
+
+@pytest.mark.parametrize("chance", [0.3, 1.0])
+@pytest.mark.parametrize("score", ["won", "auto"])
+async def test_a_game_that_one_side_forfeits_counts_for_both(server, make_config, recorder, monkeypatch, chance, score) -> None:
+    monkeypatch.setattr(sampler_module, "FIRST_BACKOFF_S", 0.001)
+    rollout = {"groups_per_step": 2, "max_turns": 2, "member_retries": 0, "generation_retries": 0}
+    arena = {**ARENA, "past": 0, "tasks": 6, "samples": 4, "score": score}
+    loop = await connected(
+        config(make_config, arena, turns={"on_late": "forfeit"}, rollout=rollout), policy := server(World()), recorder, Giving
+    )
+    white, numbers = policy.made["white"], random.Random(1)
+    sample = white.sample
+
+    async def shaky(*args: Any, **fields: Any) -> Any:
+        if numbers.random() < chance:
+            raise EngineError("the engine broke")
+        return await sample(*args, **fields)
+
+    white.sample = shaky
+    assert loop._arena is not None
+    row = await loop._arena.meet(0)
+    games = {(name, other): (total, count) for name, other, total, _, count in row["results"]}
+    assert set(games) == {("black@0", "white@0"), ("white@0", "black@0")}
+    (won, count), (lost, as_many) = games["black@0", "white@0"], games["white@0", "black@0"]
+    assert row["errors"] > 0
+    assert count == as_many == 2 * 6 * 4
+    assert won + lost == pytest.approx(count)
+    assert won == count or chance < 1.0
+
+
+async def test_where_rewards_count_who_forfeits_every_game_has_no_result(server, make_config, recorder, monkeypatch) -> None:
+    monkeypatch.setattr(sampler_module, "FIRST_BACKOFF_S", 0.001)
+    rollout = {"groups_per_step": 2, "max_turns": 2, "member_retries": 0, "generation_retries": 0}
+    wanted = config(make_config, {**ARENA, "past": 0, "score": "reward"}, turns={"on_late": "forfeit"}, rollout=rollout)
+    loop = await connected(wanted, policy := server(World()), recorder, Giving)
+    policy.made["white"].broken = EngineError("the engine broke")
+    assert loop._arena is not None
+    row = await loop._arena.meet(0)
+    assert set(row["matrix"]) == {"black@0"}
+    assert row["matrix"]["black@0"]["white@0"]["mean"] == 1.0
+
+
 async def test_a_game_that_fails_gives_back_the_places_of_past_versions(server, make_config, recorder) -> None:
     policy = server(World())
     loop = await connected(config(make_config, ARENA), policy, recorder)
@@ -352,6 +437,23 @@ def test_checkpoints_of_a_run_are_found_by_agent_and_step() -> None:
         named(found, ["a@3"])
     alone = versions(parse_config(RLJobConfig, FIELDS), SAVED[:1], None)
     assert [one.name for one in chosen(alone, 2)] == ["a@final"], "also where no row tells its step"
+
+
+def test_agents_on_further_servers_play_or_it_is_said_why_not() -> None:
+    fields = FIELDS | {
+        "agents": {"a": {}, "b": {"server": "same"}, "d": {"server": "other"}, "e": {"server": "whole"}},
+        "servers": {"same": {"lora": {"rank": 8}}, "other": {"base_model": "n"}, "whole": {"lora": None}},
+    }
+    job = parse_config(RLJobConfig, fields)
+    found = versions(job, [listed(name, "step-000002") for name in (None, "b", "d", "e")], 2)
+    assert [one.name for one in named(found, ["a@2", "b@2"], left_out(job))] == [one.name for one in found] == ["a@2", "b@2"]
+    assert set(left_out(job)) == {"d", "e"}
+    for name, says in (
+        ("d@2", "the base model of its server is n, that of the job's own m"),
+        ("e@2", "trained full parameters"),
+    ):
+        with pytest.raises(ConfigError, match=f"'{name}' cannot play here: .*{says}"):
+            named(found, [name], left_out(job))
 
 
 async def test_checkpoints_of_a_finished_run_meet_on_a_server(server, make_config, tmp_path) -> None:
