@@ -131,9 +131,19 @@ class _Table:
                 self.to_all(["failed", self.run.ended.to_problem()])
                 if self._playing is not None:
                     self._playing.cancel()  # once: a second time would interrupt the closing of environments
+        elif self.run.barrier is None:
+            self._tell_dropped()
         elif self.run.ready is not None:
             asked, self.run.ready = self.run.ready, None
             self._playing = asyncio.ensure_future(self._play(asked))
+
+    def _tell_dropped(self) -> None:
+        """Whoever is lost while the run gathers has lost its seats, and hears so if it is heard of again."""
+        for desk in self.desks.values():
+            if not desk.left and desk.driver not in self.run.drivers:
+                desk.left = True
+                cause = f"run '{self.run.name}': this driver gave no sign of life for {self.run.patience.lease_s:.3g} s"
+                desk.say(["failed", AgentLostError(f"{cause}, and has lost its seats", hint="start it again").to_problem()])
 
     async def _play(self, asked: Round) -> None:
         self._rounds += 1

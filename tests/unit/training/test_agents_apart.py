@@ -277,6 +277,30 @@ async def test_drivers_that_do_not_agree_are_refused_with_both_values(make_drive
         await asyncio.gather(black, return_exceptions=True)
 
 
+class Rich(Digits):
+    """Who says anything earns `prize`."""
+
+    def __init__(self, prize: float = 1.0) -> None:
+        self.prize = prize
+
+    def step(self, agent: str, action: Action) -> MultiStepResult:
+        return MultiStepResult({agent: self.prize}, done=agent == self.agents[-1], left=[agent])
+
+
+async def test_games_are_those_on_which_the_drivers_agreed_whoever_came_and_left_before(make_drivers, here) -> None:
+    drivers = make_drivers(Rich, evaluation={"at_start": False, "at_end": False})
+    async with meeting(Rich) as place:
+        here(place)
+        wrong = asyncio.ensure_future(make_drivers(Rich).connect("black", environment={"name": "rich", "args": {"prize": 7.0}}))
+        await place.joined("black")
+        wrong.cancel()
+        await asyncio.gather(wrong, return_exceptions=True)
+        drivers._folder /= "again"
+        right = {"environment": {"name": "rich", "args": {"prize": 2.0}}}
+        loops = await asyncio.gather(*(drivers.drive(name, 1, **right) for name in Rich.agents))
+    assert [[row["reward_mean"] for row in loop._recorder.rows] for loop in loops] == [[2.0], [2.0]]
+
+
 async def test_a_seat_that_stays_empty_is_named(make_drivers, here) -> None:
     drivers = make_drivers(turns={"join_timeout_s": 1.0})
     async with meeting(Digits) as place:
