@@ -321,8 +321,10 @@ class Coordinator:
     def _new(self, name: str, seats: Seats, terms: Mapping[str, Any], now: float) -> _Table:
         if sum(not table.run.over for table in self._tables.values()) >= MAX_RUNS:
             raise RateLimitedError(f"{MAX_RUNS} runs are coordinated here already", retry_after_s=30.0)
-        rollout = parse_config(RolloutConfig, _below("rollout.", terms))
         turns = parse_config(TurnsConfig, _below("turns.", terms))
+        # How long a sample may take each driver decides for itself, and says when it was too long: here the turn's limit holds.
+        limits = _below("rollout.", terms) | {"generation_timeout_s": turns.turn_timeout_s}
+        rollout = parse_config(RolloutConfig, limits)
         patience = Patience(self._lease_s, turns.join_timeout_s, turns.barrier_timeout_s, turns.on_lost)
         rules = Rules(seats, rollout, turns, self._sessions(terms.get("environment.args", {})))
         return _Table(CoordinatedRun(name, seats.agents, patience, now), rules)

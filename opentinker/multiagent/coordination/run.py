@@ -2,8 +2,8 @@
 the others when one is late or lost. No I/O, no clock: the caller says what time it is.
 
 A run gathers until every seat has its driver, and is over when nobody is left to gather. All drivers say from which steps they
-could go on; it begins at the newest that all have. From then on `PhaseBarrier` says who may do what, and games begin when every
-driver has asked for the same ones. A run ends when all have left, or with the cause that `ended` holds and all are told.
+could go on; it begins at the newest that all have. From then on `PhaseBarrier` says who may do what, and games begin when all
+have asked for the same ones. A run ends when all have left, or with the cause that `ended` holds and every driver is told.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -18,6 +18,7 @@ from opentinker.env.environment import Action
 from opentinker.env.load import load_environment
 from opentinker.errors import AgentLostError, ConfigError, ConflictError, DeadlineError, ServerLostError, TrainerError
 from opentinker.multiagent.coordination.member import Member
+from opentinker.multiagent.coordination.seat import RemoteSeat
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import RoundRobin
 from opentinker.training.agents import AgentsLoop
@@ -299,6 +300,24 @@ async def test_games_are_those_on_which_the_drivers_agreed_whoever_came_and_left
         right = {"environment": {"name": "rich", "args": {"prize": 2.0}}}
         loops = await asyncio.gather(*(drivers.drive(name, 1, **right) for name in Rich.agents))
     assert [[row["reward_mean"] for row in loop._recorder.rows] for loop in loops] == [[2.0], [2.0]]
+
+
+async def test_the_coordinator_waits_for_an_answer_as_long_as_a_turn_may_take(make_drivers, here, monkeypatch) -> None:
+    """How long a sample may take is each driver's own affair."""
+    waits: list[float] = []
+    sample = RemoteSeat.sample
+
+    async def watched(seat: RemoteSeat, request: Any, turn: int, timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        return await sample(seat, request, turn, timeout_s)
+
+    monkeypatch.setattr(RemoteSeat, "sample", watched)
+    limits = {"episode_timeout_s": 3000.0, "generation_timeout_s": 1500.0}
+    drivers = make_drivers(turns={"turn_timeout_s": 1500.0}, rollout=SMALL["rollout"] | limits)
+    async with meeting(Digits) as place:
+        here(place)
+        await asyncio.gather(*(drivers.drive(name, 1) for name in Digits.agents))
+    assert set(waits) == {1500.0}
 
 
 async def test_a_seat_that_stays_empty_is_named(make_drivers, here) -> None:
