@@ -267,6 +267,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         arena: ArenaConfig | None = None,
         evaluation: EvaluationConfig | None = None,
         coordinator: CoordinatorConfig | None = None,
+        save_every: int = 0,
         seed: int = 0,
         sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
@@ -274,7 +275,8 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
     ) -> None:
         """Tasks given here replace the environment's own. `algorithm`, `optimizer` and `sampling` are those of agents that have
         none of their own. With `arena` they meet past versions and reference players, for which the job needs room. With a
-        `coordinator`, agents that are not named here are driven by other processes, which join the same run.
+        `coordinator`, agents that are not named here are driven by other processes, which join the same run. Checkpoints of all
+        policies are written every `save_every` steps, on which the drivers of one run agree; 0: none.
 
         Raises: EnvironmentLoadError, ConfigError.
         """
@@ -295,7 +297,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
                 "coordinator": coordinator,
                 "arena": arena,
                 "evaluation": evaluation or EvaluationConfig(),
-                "training": RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
+                "training": RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams(), save_every=save_every),
                 "sinks": parse_sinks(sinks),
             },
         )

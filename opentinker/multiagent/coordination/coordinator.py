@@ -131,9 +131,19 @@ class _Table:
                 self.to_all(["failed", self.run.ended.to_problem()])
                 if self._playing is not None:
                     self._playing.cancel()  # once: a second time would interrupt the closing of environments
+        elif self.run.barrier is None:
+            self._tell_dropped()
         elif self.run.ready is not None:
             asked, self.run.ready = self.run.ready, None
             self._playing = asyncio.ensure_future(self._play(asked))
+
+    def _tell_dropped(self) -> None:
+        """Whoever is lost while the run gathers has lost its seats, and hears so if it is heard of again."""
+        for desk in self.desks.values():
+            if not desk.left and desk.driver not in self.run.drivers:
+                desk.left = True
+                cause = f"run '{self.run.name}': this driver gave no sign of life for {self.run.patience.lease_s:.3g} s"
+                desk.say(["failed", AgentLostError(f"{cause}, and has lost its seats", hint="start it again").to_problem()])
 
     async def _play(self, asked: Round) -> None:
         self._rounds += 1
@@ -311,8 +321,10 @@ class Coordinator:
     def _new(self, name: str, seats: Seats, terms: Mapping[str, Any], now: float) -> _Table:
         if sum(not table.run.over for table in self._tables.values()) >= MAX_RUNS:
             raise RateLimitedError(f"{MAX_RUNS} runs are coordinated here already", retry_after_s=30.0)
-        rollout = parse_config(RolloutConfig, _below("rollout.", terms))
         turns = parse_config(TurnsConfig, _below("turns.", terms))
+        # How long a sample may take each driver decides for itself, and says when it was too long: here the turn's limit holds.
+        limits = _below("rollout.", terms) | {"generation_timeout_s": turns.turn_timeout_s}
+        rollout = parse_config(RolloutConfig, limits)
         patience = Patience(self._lease_s, turns.join_timeout_s, turns.barrier_timeout_s, turns.on_lost)
         rules = Rules(seats, rollout, turns, self._sessions(terms.get("environment.args", {})))
         return _Table(CoordinatedRun(name, seats.agents, patience, now), rules)

@@ -3,7 +3,7 @@ game were played beside it."""
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -247,6 +247,8 @@ class _Played:
         self.groups: Groups = {name: [Group(task, i) for i, task in enumerate(tasks, asked.first_index)] for name in played}
         self._games: dict[str, tuple[dict[str, SeatPlay], SeedOfTurn, asyncio.Future[bool]]] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._acting: dict[str, set[asyncio.Task[None]]] = {}
+        """By game: what is asked of those that are no policies."""
         self._words: asyncio.Queue[Any] = asyncio.Queue()
 
     async def follow(self, words: "asyncio.Queue[Any]") -> Groups:
@@ -263,10 +265,12 @@ class _Played:
                 case ["event", game, agent, event]:
                     self._games[game][0][agent].events.put_nowait(event_from_wire(event))
                 case ["ask", game, agent, turn, messages]:
-                    self._task(self._act(game, agent, turn, messages, self._games[game][1]))
+                    self._acting[game].add(self._task(self._act(game, agent, turn, messages, self._games[game][1])))
                 case ["over", game, aborted, again, environment_s]:
                     plays, _, ended = self._games.pop(game)
                     ended.set_result(again)
+                    for acting in self._acting.pop(game):
+                        acting.cancel()
                     for play in plays.values():
                         play.events.put_nowait(_Over(_why(aborted), environment_s))
                 case ["round_over", _]:
@@ -299,6 +303,7 @@ class _Played:
         }
         again: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._games[game] = (plays, seeds, again)
+        self._acting[game] = set()
         self._task(self._game(plays, {name: self.groups[name][place] for name in plays}, member, again))
 
     async def _game(
@@ -313,14 +318,20 @@ class _Played:
     async def _act(self, game: str, agent: str, turn: int, messages: Sequence[Message], seeds: SeedOfTurn) -> None:
         player = self._players[agent]
         assert isinstance(player, ScriptedPlayer | ModelPlayer)
-        said = await spoken(player, messages, seeds(agent, turn), self._threads)
-        answer = Answer("act", said) if isinstance(said, Action) else Answer("failed", error=said.error)
+        timeout_s = self._runner._turns.turn_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                said = await spoken(player, messages, seeds(agent, turn), self._threads)
+            answer = Answer("act", said) if isinstance(said, Action) else Answer("failed", error=said.error)
+        except TimeoutError:
+            answer = Answer("late", error=f"the player did not answer within {timeout_s:.3g} s")
         self._runner._member.answer(game, agent, turn, answer)
 
-    def _task(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._running.discard(task)

@@ -1,9 +1,9 @@
 """One run whose agents are driven by different processes: who has joined, on what they agree, who is where, and what becomes of
 the others when one is late or lost. No I/O, no clock: the caller says what time it is.
 
-A run gathers until every seat has its driver. All drivers say from which steps they could go on; it begins at the newest that
-all have. From then on `PhaseBarrier` says who may do what, and games begin when every driver has asked for the same ones. A run
-ends when all have left, or with the cause that `ended` holds and every driver is told.
+A run gathers until every seat has its driver, and is over when nobody is left to gather. All drivers say from which steps they
+could go on; it begins at the newest that all have. From then on `PhaseBarrier` says who may do what, and games begin when all
+have asked for the same ones. A run ends when all have left, or with the cause that `ended` holds and every driver is told.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,8 +89,9 @@ class CoordinatedRun:
 
     @property
     def over(self) -> bool:
-        """Nobody needs it any more."""
-        return self.ended is not None or (self.barrier is not None and not self.drivers)
+        """Nobody needs it any more: it has ended, or all have left. So has a run that only gathered: whoever comes then begins
+        another one, by rules of its own."""
+        return self.ended is not None or not self.drivers
 
     @property
     def terms(self) -> Mapping[str, Any]:

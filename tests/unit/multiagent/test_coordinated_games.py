@@ -1,6 +1,7 @@
 """Games whose seats are driven by different processes are those that one process plays: the same tokens, masks and rewards."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -19,8 +20,9 @@ from opentinker.config.rollout import RolloutConfig
 from opentinker.env.load import load_environment
 from opentinker.environments.gomoku_duel import GomokuDuel
 from opentinker.errors import EngineError
+from opentinker.multiagent.coordination.play import SeatRunner
 from opentinker.multiagent.environment import MultiAgentEnvironment
-from opentinker.multiagent.players import Player, ScriptedPlayer
+from opentinker.multiagent.players import ModelPlayer, Player, ScriptedPlayer
 from opentinker.multiagent.protocol import AgentProtocol, EnvironmentChooses, Free, ModeratorChooses, RoundRobin, Simultaneous
 from opentinker.multiagent.runner import GameRunner, Groups
 from opentinker.multiagent.seats import Seats
@@ -202,6 +204,63 @@ def test_any_game_of_any_drivers_is_that_of_one_process(
         )
     )
     assert whole(one) == whole(apart)
+
+
+def _hung(kind: str, begun: list[str], ended: list[str]) -> Player:
+    """Never answers; says in `ended` when nobody waits for it any more."""
+
+    async def asked(messages: Any, seed: int) -> str:
+        begun.append(kind)
+        try:
+            return await asyncio.Event().wait() or "?"
+        finally:
+            ended.append(kind)
+
+    def called(messages: Any, numbers: Any) -> str:
+        begun.append(kind)
+        try:
+            while True:
+                time.sleep(0.001)
+        finally:
+            ended.append(kind)
+
+    return ModelPlayer(asked) if kind == "model" else ScriptedPlayer(called)
+
+
+async def _against_who_hangs(kind: str, rollout: RolloutConfig, on_late: OnLate, patience_s: float) -> set[str]:
+    """How black's episodes end whose opponent never answers, with a driver that waits for so long; nobody else is impatient."""
+    begun: list[str] = []
+    ended: list[str] = []
+    patient = TurnsConfig(on_late=on_late, turn_timeout_s=3600.0)
+    own = patient.model_copy(update={"turn_timeout_s": patience_s})
+
+    async def drive(name: str, as_: str, player: Player, turns: TurnsConfig) -> Groups:
+        member = place.member({name: as_})
+        await member.join(place.terms(rollout, patient), [0])
+        await member.started()
+        return await SeatRunner(member, "train", rollout, turns, 3).run({name: player}, ["x"], 2, 1)
+
+    async with meeting(Relay) as place, asyncio.timeout(100):
+        found, _ = await asyncio.gather(
+            drive("black", "policy", Talker().player(), patient), drive("white", "script", _hung(kind, begun, ended), own)
+        )
+        while len(ended) < len(begun):  # noqa: ASYNC110 - a thread says so
+            await asyncio.sleep(0.01)
+    [group] = found["black"]
+    return {str(episode.termination) for episode in (*group.episodes, *group.failures)}
+
+
+@pytest.mark.parametrize("kind", ["model", "script"])
+@pytest.mark.parametrize(("on_late", "ends"), [("forfeit", "done"), ("abort", "error_timeout")])
+async def test_who_never_answers_its_driver_loses_its_turns(kind: str, on_late: OnLate, ends: str) -> None:
+    rollout = RolloutConfig(max_turns=2, member_retries=0)
+    assert await _against_who_hangs(kind, rollout, on_late, patience_s=0.05) == {ends}
+
+
+@pytest.mark.parametrize("kind", ["model", "script"])
+async def test_nobody_waits_for_a_player_whose_game_is_over(kind: str) -> None:
+    rollout = RolloutConfig(member_retries=0, episode_timeout_s=0.5)
+    assert await _against_who_hangs(kind, rollout, "abort", patience_s=3600.0) == {"error_timeout"}
 
 
 def test_free_play_of_several_drivers_ends_with_every_reward_given() -> None:

@@ -8,7 +8,7 @@ from test_games import Relay
 
 from opentinker.config.agents import TurnsConfig
 from opentinker.config.rollout import RolloutConfig
-from opentinker.env.frames import pack
+from opentinker.env.frames import pack, unpack
 from opentinker.errors import ConflictError, InvalidRequestError, NotFoundError, UnavailableError
 from opentinker.multiagent.coordination.coordinator import KEPT_S, Coordinator
 
@@ -72,6 +72,49 @@ async def test_what_is_over_is_forgotten_after_a_while(place) -> None:
     assert coordinator.runs() == {"runs": []}
     with pytest.raises(NotFoundError, match="does not know this driver"):
         coordinator.alive({"driver": "the-driver-of-black"})
+
+
+async def test_a_run_that_everybody_left_before_it_began_is_forgotten_and_takes_no_place(place, monkeypatch) -> None:
+    monkeypatch.setattr("opentinker.multiagent.coordination.coordinator.MAX_RUNS", 1)
+    coordinator = place.coordinator
+    for run in ("first", "second", "third"):
+        asked = joining(place, "black", run=run, driver=f"the-driver-of-{run}")
+        await coordinator.join(asked)
+        await coordinator.talk({"driver": asked["driver"], "heard": 0, "first": 1, "words": [pack(["leave", None])]})
+    coordinator.look()
+    assert coordinator.runs() == {"runs": []}
+
+
+@pytest.mark.parametrize("looks", [True, False])
+async def test_a_run_has_the_rules_of_those_who_begin_it_not_of_who_left_before(place, looks: bool) -> None:
+    coordinator = place.coordinator
+    stale, meant = TurnsConfig(join_timeout_s=1.0, turn_timeout_s=1.0), TurnsConfig(turn_timeout_s=7.0)
+    wrong = place.terms(RolloutConfig(max_turns=1), stale)
+    await coordinator.join(joining(place, "black", driver="a-driver-of-black-in-error", terms=wrong))
+    leaves = {"driver": "a-driver-of-black-in-error", "heard": 0, "first": 1, "words": [pack(["leave", None])]}
+    await coordinator.talk(leaves)
+    if looks:
+        coordinator.look()
+    for agent in ("black", "white"):
+        await coordinator.join(joining(place, agent, terms=place.terms(RolloutConfig(max_turns=5), meant)))
+    [table] = coordinator._tables.values()
+    assert (table.rules.rollout.max_turns, table.rules.turns) == (5, meant)
+    assert table.run.patience.join_timeout_s == meant.join_timeout_s
+    assert state(coordinator) == ("running", "")
+
+
+async def test_a_driver_that_was_silent_while_the_run_gathered_hears_that_it_lost_its_seat(place) -> None:
+    coordinator, time = place.coordinator, place.time
+    await coordinator.join(joining(place, "black"))
+    for _ in range(int(LEASE_S) + 5):
+        time.now += 0.95
+        coordinator.look()
+    assert coordinator.runs() == {"runs": []}
+    answer = await coordinator.talk({"driver": "the-driver-of-black", "heard": 0, "first": 1, "words": []})
+    [word] = answer["words"]
+    said, problem = unpack(word)
+    assert said == "failed"
+    assert problem["detail"] == "run 'duel': this driver gave no sign of life for 20 s, and has lost its seats"
 
 
 async def test_a_server_that_ends_tells_its_drivers_and_takes_no_more(place) -> None:

@@ -1,26 +1,33 @@
 """Agents whose drivers are different processes learn what they would learn in one; and each hears what became of the others."""
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import yaml
 from coordination_tools import TOKEN, Place, meeting
 
+import opentinker as ot
 import opentinker.training.meeting as meeting_module
 from opentinker.config.base import parse_config
-from opentinker.config.job import RLJobConfig
+from opentinker.config.job import InteractiveJobConfig, RLJobConfig
 from opentinker.env.environment import Action
 from opentinker.env.load import load_environment
 from opentinker.errors import AgentLostError, ConfigError, ConflictError, DeadlineError, ServerLostError, TrainerError
 from opentinker.multiagent.coordination.member import Member
+from opentinker.multiagent.coordination.run import Driver, check_terms
+from opentinker.multiagent.coordination.seat import RemoteSeat
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import RoundRobin
 from opentinker.training.agents import AgentsLoop
+from opentinker.training.meeting import terms_of
 from opentinker.training.recorder import Recorder
 
 
@@ -275,6 +282,80 @@ async def test_drivers_that_do_not_agree_are_refused_with_both_values(make_drive
             await again.connect("black")
         black.cancel()
         await asyncio.gather(black, return_exceptions=True)
+
+
+class Rich(Digits):
+    """Who says anything earns `prize`."""
+
+    def __init__(self, prize: float = 1.0) -> None:
+        self.prize = prize
+
+    def step(self, agent: str, action: Action) -> MultiStepResult:
+        return MultiStepResult({agent: self.prize}, done=agent == self.agents[-1], left=[agent])
+
+
+async def test_games_are_those_on_which_the_drivers_agreed_whoever_came_and_left_before(make_drivers, here) -> None:
+    drivers = make_drivers(Rich, evaluation={"at_start": False, "at_end": False})
+    async with meeting(Rich) as place:
+        here(place)
+        wrong = asyncio.ensure_future(make_drivers(Rich).connect("black", environment={"name": "rich", "args": {"prize": 7.0}}))
+        await place.joined("black")
+        wrong.cancel()
+        await asyncio.gather(wrong, return_exceptions=True)
+        drivers._folder /= "again"
+        right = {"environment": {"name": "rich", "args": {"prize": 2.0}}}
+        loops = await asyncio.gather(*(drivers.drive(name, 1, **right) for name in Rich.agents))
+    assert [[row["reward_mean"] for row in loop._recorder.rows] for loop in loops] == [[2.0], [2.0]]
+
+
+async def test_the_coordinator_waits_for_an_answer_as_long_as_a_turn_may_take(make_drivers, here, monkeypatch) -> None:
+    """How long a sample may take is each driver's own affair."""
+    waits: list[float] = []
+    sample = RemoteSeat.sample
+
+    async def watched(seat: RemoteSeat, request: Any, turn: int, timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        return await sample(seat, request, turn, timeout_s)
+
+    monkeypatch.setattr(RemoteSeat, "sample", watched)
+    limits = {"episode_timeout_s": 3000.0, "generation_timeout_s": 1500.0}
+    drivers = make_drivers(turns={"turn_timeout_s": 1500.0}, rollout=SMALL["rollout"] | limits)
+    async with meeting(Digits) as place:
+        here(place)
+        await asyncio.gather(*(drivers.drive(name, 1) for name in Digits.agents))
+    assert set(waits) == {1500.0}
+
+
+def test_the_drivers_that_the_page_shows_agree(tmp_path) -> None:
+    """As would they with whatever else must agree, since a trainer can say each of the terms."""
+    page = (Path(__file__).parents[3] / "docs" / "multiagent.md").read_text().split("## Agents in different processes")[1]
+    [python, *_] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    [yaml_, *_] = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    given: dict[str, Any] = {}
+
+    def trainer(job: Any, environment: str, agents: Any, **options: Any) -> Any:
+        given.update(options, environment=environment, agents=agents)
+        return SimpleNamespace(fit=lambda steps: given.update(steps=steps))
+
+    parts = {name: getattr(ot, name) for name in ("AgentConfig", "CoordinatorConfig", "LoraConfig", "TurnsConfig")}
+    parts["MultiAgentTrainer"] = trainer
+    exec(python, {"ot": SimpleNamespace(**parts), "client": SimpleNamespace(create_job=lambda **_: None)})
+    steps, url = given.pop("steps"), given.pop("environment")
+    given["coordinator"] = given["coordinator"].model_copy(update={"url": url})  # as the environment's, which is here a class
+    job: Any = SimpleNamespace(id="job-1", config=InteractiveJobConfig(base_model="m", lora=ot.LoraConfig(rank=4)))
+    made = ot.MultiAgentTrainer(job, Digits, given.pop("agents"), run_dir=tmp_path, progress=False, **given)  # type: ignore[arg-type]
+    config = yaml.safe_load(yaml_)
+    white = parse_config(RLJobConfig, {"base_model": "m", "lora": {"rank": 4}} | config)
+    assert white.environment.name == url
+    identity = {"version": "2", "name": "Digits", "agents": ["black", "white"]}
+    black = made.config
+    assert isinstance(black, RLJobConfig)
+    [one, other] = [
+        Driver(f"{c.learners}", {c.learners[0]: "policy"}, terms_of(c, identity), (0,), 0.0) for c in (black, white)
+    ]
+    check_terms(one, other)
+    assert steps == white.training.steps
+    assert black.training.save_every == white.training.save_every > 0
 
 
 async def test_a_seat_that_stays_empty_is_named(make_drivers, here) -> None:
