@@ -107,6 +107,8 @@ class AgentsLoop(EpisodesLoop):
         if seats is None:
             raise _for_one(environment)
         self._member = member
+        self._recorded_at: int | None = None
+        """The step whose evaluation was recorded before a restart, and is played again for the others."""
         self._runner, self._evaluator = runners(config, environment, seats, member)
         if member is None:
             check_players(config.agents, seats.agents)
@@ -190,6 +192,8 @@ class AgentsLoop(EpisodesLoop):
                     self._evaluated_at = row["step"]
                 elif row["kind"] == "stopping":
                     self._stopping.heard(row)
+        if self._member is not None and self._evaluated_at == step:
+            self._evaluated_at, self._recorded_at = None, step  # another driver may have died before it recorded its own
 
     async def run(self, steps: int) -> None:
         """As every loop's. What ends it is what the drivers of other agents are told, if there are any.
@@ -261,13 +265,17 @@ class AgentsLoop(EpisodesLoop):
         return max(lacking)
 
     async def evaluate(self) -> Row | None:
-        """All agents play the held-out tasks; None if the environment has none."""
+        """All agents play the held-out tasks; None if the environment has none, or the row is there already: it was recorded
+        before a restart, and other drivers need the games."""
         if not (tasks := await self._held_out_tasks()):
             return None
         started, evaluation = time.monotonic(), self.config.evaluation
         players = self._players(evaluation.temperature)
         players |= await self._opponents.reference(len(tasks), evaluation.temperature, self.steps_done)
         groups = await self._evaluator.run(players, tasks, evaluation.samples_per_task, self.steps_done)
+        if self._recorded_at == self.steps_done:
+            self._evaluated_at, self._recorded_at = self.steps_done, None
+            return None
         rows: dict[str, Row] = {}
         for name, of_agent in groups.items():
             result = summarize_groups(of_agent, seed=self.config.training.seed, pass_at=evaluation.pass_at)

@@ -307,6 +307,38 @@ async def test_drivers_that_were_killed_go_on_from_the_newest_step_that_all_have
         assert [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_step"] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("recorded", [(), ("black",), ("black", "white")])
+@pytest.mark.parametrize("evaluation", [{"every": 2, "at_end": False}, {"at_end": True}])
+async def test_a_run_goes_on_whoever_had_recorded_the_evaluation_after_the_checkpoint(
+    make_drivers, here, recorded: Sequence[str], evaluation: dict[str, Any]
+) -> None:
+    """The others were killed before their row was written; every driver has each evaluation once in the end."""
+    changes = {
+        "training": {"save_every": 2, "optimizer": {"learning_rate": 2.0}},
+        "evaluation": {"samples_per_task": 2, "at_start": False} | evaluation,
+    }
+    steps = 4 if "every" in evaluation else 2
+    async with meeting(Digits) as place:
+        here(place)
+        first, second = make_drivers(**changes), make_drivers(**changes)
+        loops = await asyncio.gather(*(first.drive(name, 2) for name in Digits.agents))
+        for name, loop in zip(Digits.agents, loops, strict=True):
+            second.policies[name].saved, second.policies[name].drivers = (
+                first.policies[name].saved,
+                first.policies[name].drivers,
+            )
+            if name not in recorded:
+                file = loop._recorder.folder / "metrics.jsonl"
+                *lines, last = file.read_text().splitlines(keepends=True)
+                assert "agents_evaluation" in last
+                file.write_text("".join(lines))
+        again = await asyncio.gather(*(second.drive(name, steps - 2, steps=[2], resume_at=2) for name in Digits.agents))
+    for loop in again:
+        assert loop.steps_done == steps
+        evaluated = [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_evaluation"]
+        assert evaluated == ([2, 4] if "every" in evaluation else [2])
+
+
 async def test_drivers_without_a_step_in_common_are_told_which_they_have(make_drivers, here) -> None:
     drivers = make_drivers()
     async with meeting(Digits) as place:
