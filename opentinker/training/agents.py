@@ -354,6 +354,12 @@ class AgentsLoop(EpisodesLoop):
         scale = self._stopping.scale(name)
         return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step, scale)
 
+    async def _leaves_others(self) -> bool:
+        if self._member is None:
+            return False
+        await self._member.leave(stopped=self.stopped)
+        return True
+
     async def _finish(self, moment: Moment) -> None:
         """All policies here have finished a phase; wait for those elsewhere."""
         for name in self._policies:

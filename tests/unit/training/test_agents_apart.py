@@ -250,6 +250,61 @@ async def test_a_driver_without_which_the_others_go_on_hears_that(make_drivers, 
     assert [loop.steps_done for loop in others] == [2, 2]
 
 
+STOPS: dict[str, Any] = {"stop": {"max_grad_norm": 1e-9}, "optimizer": {"learning_rate": 2.0}}
+"""After the first step."""
+
+
+@pytest.mark.parametrize(
+    "evaluation", [{}, {"at_end": False}, {"every": 1}, {"every": 1, "at_end": False}, {"every": 1, "at_start": True}]
+)
+async def test_a_driver_that_stops_early_ends_in_order_and_the_others_hear_why(make_drivers, here, evaluation) -> None:
+    drivers = make_drivers(evaluation=SMALL["evaluation"] | evaluation)
+    async with meeting(Digits) as place:
+        here(place)
+        black, white = await asyncio.gather(
+            drivers.drive("black", 3), drivers.drive("white", 3, training=STOPS), return_exceptions=True
+        )
+        assert white.steps_done == 1
+        assert "stopped-early" in drivers.policies["white"].saved
+        with pytest.raises(ConflictError, match=r"the driver of 'white' stopped early: .*1e-09"):
+            raise black
+        with pytest.raises(ConflictError, match="this driver has left run 'duel'"):
+            await white.evaluate()
+
+
+async def test_the_others_go_on_after_an_early_stop_if_they_are_to(make_drivers, here) -> None:
+    turns = {"on_lost": "go_on", "on_late": "forfeit"}
+    drivers = make_drivers(Three, turns=turns, evaluation={"samples_per_task": 2, "every": 2})
+    async with meeting(Three) as place:
+        here(place)
+        red = drivers.drive("red", 3, training=STOPS)
+        loops = await asyncio.gather(drivers.drive("black", 3), drivers.drive("white", 3), red)
+    assert [loop.steps_done for loop in loops] == [3, 3, 1]
+    assert "the driver of 'red' stopped early" in loops[0]._member.gone["red"]
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"at_end": False}, {"every": 1}, {"every": 1, "at_end": False}])
+async def test_a_stop_at_the_last_step_is_an_end_like_the_others(make_drivers, here, evaluation: dict[str, Any]) -> None:
+    drivers = make_drivers(evaluation=SMALL["evaluation"] | evaluation)
+    async with meeting(Digits) as place:
+        here(place)
+        loops = await asyncio.gather(drivers.drive("black", 1), drivers.drive("white", 1, training=STOPS))
+    assert [loop.steps_done for loop in loops] == [1, 1]
+
+
+async def test_a_plateau_that_one_driver_stops_for_is_named_to_the_others(make_drivers, here) -> None:
+    drivers = make_drivers(evaluation={"samples_per_task": 2, "every": 1})
+    plateau = {"stop": {"plateau": 1}, "optimizer": {"learning_rate": 1e-9}}
+    async with meeting(Digits) as place:
+        here(place)
+        black, white = await asyncio.gather(
+            drivers.drive("black", 6), drivers.drive("white", 6, training=plateau), return_exceptions=True
+        )
+    assert white.stopped
+    with pytest.raises(ConflictError, match="the driver of 'white' stopped early"):
+        raise black
+
+
 async def test_drivers_that_do_not_agree_are_refused_with_both_values(make_drivers, here) -> None:
     drivers = make_drivers()
     async with meeting(Digits, lease_s=5.0) as place:
