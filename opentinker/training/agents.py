@@ -107,6 +107,8 @@ class AgentsLoop(EpisodesLoop):
         if seats is None:
             raise _for_one(environment)
         self._member = member
+        self._start_saved = False
+        """Whether there is a checkpoint of step 0."""
         self._recorded_at: int | None = None
         """The step whose evaluation was recorded before a restart, and is played again for the others."""
         self._runner, self._evaluator = runners(config, environment, seats, member)
@@ -133,11 +135,11 @@ class AgentsLoop(EpisodesLoop):
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
         servers: Mapping[str, PlayedPolicy] | None = None,
-        steps: Sequence[int] = (0,),
+        steps: Sequence[int] = (),
     ) -> "AgentsLoop":
         """A loop on servers that run: makes the policies that are not there yet, asks for the tokenizers and the limits.
         `policy` is what the job's own server began with, `servers` what its others did. Where other processes drive other
-        agents, it joins them; `steps` are those after which it could go on.
+        agents, it joins them; `steps` are those of which it has checkpoints. Without any it begins anew.
 
         Raises:
             ConfigError: the environment is for one agent, or its agents are not those of the config.
@@ -145,7 +147,7 @@ class AgentsLoop(EpisodesLoop):
             RenderingError: a model has no usable chat template.
         """
         await asyncio.to_thread(check_agents, config, environment)  # it may ask the environment's server
-        member = await join_run(config, environment, steps)
+        member = await join_run(config, environment, steps or (0,))
         async with leaving(member):
             policies, homes = await find_homes(config, policy, servers or {})
             await take_starts(config.agents, policies)
@@ -154,12 +156,14 @@ class AgentsLoop(EpisodesLoop):
                 config, environment, policies, own.renderer, own.max_model_len, recorder, base_dir, sources, member, homes
             )
             loop._opponents.pools = await open_pools(config, policies, loop._plays)
+            loop._start_saved = 0 in steps
             if member is not None:
                 loop.steps_done = await member.started()
             return loop
 
     async def resume(self, step: int) -> None:
-        """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none.
+        """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none on
+        servers that have just begun.
 
         Raises:
             CheckpointError: a part of one is missing, corrupt, or of another run.
@@ -173,7 +177,7 @@ class AgentsLoop(EpisodesLoop):
     async def _resume(self, step: int) -> None:
         self.steps_done = step
         self.phases = PhaseBarrier(list(self._policies), start=Moment(step, Phase.ROLLOUT))
-        if not step:
+        if not step and not self._start_saved:
             return
         loaded = await asyncio.gather(*(policy.load(checkpoint_name(step)) for policy in self._policies.values()))
         state = DriverState.from_json(loaded[0].get("driver"), step, self.config.training.seed)
@@ -203,6 +207,10 @@ class AgentsLoop(EpisodesLoop):
             EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
         """
         async with leaving(self._member):
+            if self._member is not None and self.config.training.save_every and not (self.steps_done or self._start_saved):
+                # Where another driver dies before it has a checkpoint, this one's server knows no other way back.
+                await self.save(checkpoint_name(0))
+                self._start_saved = True
             await super().run(steps)
 
     async def step(self) -> Row:

@@ -177,7 +177,7 @@ def _drive_agents(
         ) -> Loop:
             if again:
                 await delete_made(job, {"": client, **further})  # they are made anew, from their checkpoints
-            steps = run.steps_saved or (0,)
+            steps = run.steps_saved
             return await AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further, steps=steps)
 
         try:

@@ -88,7 +88,7 @@ class Drivers:
         found: RLJobConfig = self._make_config(**given)
         return found
 
-    async def connect(self, name: str, steps: Sequence[int] = (0,), resume_at: int | None = None, **changes: Any) -> AgentsLoop:
+    async def connect(self, name: str, steps: Sequence[int] = (), resume_at: int | None = None, **changes: Any) -> AgentsLoop:
         config = self.config(name, **changes)
         recorder = Recorder(self._folder / name, config.model_dump(mode="json"), resume_at=resume_at)
         environment = load_environment(self._environment)
@@ -96,7 +96,7 @@ class Drivers:
 
     async def drive(self, name: str, count: int, **options: Any) -> AgentsLoop:
         loop = await self.connect(name, **options)
-        await loop.resume(max(options.get("steps", [0])))
+        await loop.resume(max(options.get("steps", ()), default=0))
         await loop.run(count)
         await loop.close()
         return loop
@@ -392,6 +392,40 @@ async def test_a_run_goes_on_whoever_had_recorded_the_evaluation_after_the_check
         assert loop.steps_done == steps
         evaluated = [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_evaluation"]
         assert evaluated == ([2, 4] if "every" in evaluation else [2])
+
+
+@pytest.mark.parametrize("white_has", [[], [0]])
+@pytest.mark.parametrize("at_start", [False, True])
+async def test_a_run_goes_on_from_its_beginning_if_a_driver_was_killed_within_its_first_checkpoint(
+    make_drivers, here, white_has: list[int], at_start: bool
+) -> None:
+    """Black's server has learnt meanwhile."""
+    changes = {
+        "training": {"save_every": 2, "keep_last": 1, "optimizer": {"learning_rate": 2.0}},
+        "evaluation": {"samples_per_task": 2, "at_start": at_start},
+    }
+    drivers = make_drivers(**changes)
+    async with meeting(Digits) as place:
+        here(place)
+        loops = await asyncio.gather(*(drivers.drive(name, 2) for name in Digits.agents))
+        learnt = {name: policy.logits.copy() for name, policy in drivers.policies.items()}
+        assert all(logits.any() for logits in learnt.values())
+        assert set(drivers.policies["black"].saved) == {"step-000000", "step-000002"}
+        before, new = drivers.policies["white"], type(drivers.policies["white"])()
+        drivers.policies["white"] = new
+        new.saved, new.drivers = before.saved, before.drivers
+        loops = await asyncio.gather(
+            drivers.drive("black", 2, steps=[0, 2], resume_at=2),
+            drivers.drive("white", 2, steps=white_has, resume_at=max(white_has, default=-1)),
+        )
+    for name, loop in zip(Digits.agents, loops, strict=True):
+        assert np.array_equal(drivers.policies[name].logits, learnt[name])
+        kinds = [(row["kind"], row["step"]) for row in loop._recorder.rows]
+        assert kinds == [("agents_evaluation", 0)] * at_start + [
+            ("agents_step", 1),
+            ("agents_step", 2),
+            ("agents_evaluation", 2),
+        ]
 
 
 async def test_drivers_without_a_step_in_common_are_told_which_they_have(make_drivers, here) -> None:
