@@ -230,7 +230,8 @@ class AgentsLoop(EpisodesLoop):
         position = await self._collect(rounds, play, lambda round_: self._missing(groups, round_))
         sampled = time.monotonic()
         await self._finish(moment)
-        await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
+        if self._took_part(groups):
+            await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
         assert all(self.phases.may(name, moment.next) for name in self._policies), "no update before all games are over"
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
         learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
@@ -351,6 +352,14 @@ class AgentsLoop(EpisodesLoop):
     def _experience(self, name: str, groups: Groups) -> list[Group]:
         """What the policy of an agent learns from: the agent's groups, and those of the agents that share it."""
         return [group for agent in self._seats_of(name) for group in groups[agent]]
+
+    def _took_part(self, groups: Groups) -> bool:
+        """Whether the learners were in any game. Those that were in none, because tasks do not need them, have not failed; but
+        somebody must have been in one, if all who play are here."""
+        learning = [group for name in self._learners for group in self._experience(name, groups)]
+        anybody = [group for of_agent in groups.values() for group in of_agent]
+        played = [any(group.episodes or group.failures for group in some) for some in (learning, anybody)]
+        return played[0] or (self._member is None and not played[1])
 
     def _seats_of(self, name: str) -> list[str]:
         """Where the policy of an agent plays."""

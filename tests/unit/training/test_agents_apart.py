@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from opentinker.multiagent.coordination.member import Member
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import RoundRobin
 from opentinker.training.agents import AgentsLoop
+from opentinker.training.loop import FRUITLESS_STEPS
 from opentinker.training.recorder import Recorder
 
 
@@ -49,6 +51,16 @@ class Digits(MultiAgentEnvironment):
 
 class Three(Digits):
     agents = ("black", "white", "red")
+
+
+class Sits(Three):
+    """Red is needed in no task."""
+
+    def reset(self, task: Any) -> Mapping[str, str]:
+        return dict.fromkeys(("black", "white"), "which digit?")
+
+    def step(self, agent: str, action: Action) -> MultiStepResult:
+        return replace(super().step(agent, action), done=agent == "white")
 
 
 SMALL = {
@@ -303,6 +315,28 @@ async def test_a_plateau_that_one_driver_stops_for_is_named_to_the_others(make_d
     assert white.stopped
     with pytest.raises(ConflictError, match="the driver of 'white' stopped early"):
         raise black
+
+
+async def test_an_agent_that_no_task_needs_for_many_steps_does_not_end_the_run(make_drivers, here) -> None:
+    drivers = make_drivers(Sits)
+    async with meeting(Sits) as place:
+        here(place)
+        loops = await asyncio.gather(*(drivers.drive(name, FRUITLESS_STEPS + 1) for name in Sits.agents))
+    assert [loop.steps_done for loop in loops] == [FRUITLESS_STEPS + 1] * 3
+    assert not drivers.policies["red"].logits.any()
+
+
+async def test_one_process_whose_only_learner_no_task_needs_for_many_steps_goes_on(make_config, policy, recorder) -> None:
+    agents = {"black": {"frozen": True}, "white": {"frozen": True}, "red": {}}
+    config = make_config(agents=agents, lora={"rank": 4}, **SMALL)
+
+    async def another(*_: Any, **__: Any) -> Any:
+        return type(policy)()
+
+    policy.create_policy = another
+    loop = await AgentsLoop.connect(config, load_environment(Sits), policy, recorder)
+    await loop.run(FRUITLESS_STEPS + 1)
+    assert loop.steps_done == FRUITLESS_STEPS + 1
 
 
 async def test_drivers_that_do_not_agree_are_refused_with_both_values(make_drivers, here) -> None:
