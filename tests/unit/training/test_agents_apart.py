@@ -13,6 +13,7 @@ import pytest
 from coordination_tools import TOKEN, Place, meeting
 
 import opentinker.training.meeting as meeting_module
+import opentinker.training.run as run_module
 from opentinker.config.base import parse_config
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Action
@@ -486,6 +487,53 @@ async def test_a_driver_that_is_started_anew_takes_its_seat_when_the_lease_of_th
             await playing
         await asyncio.gather(new, again.drive("white", 1))
     assert again.policies["black"].logits.any()
+
+
+@pytest.mark.parametrize(
+    ("joins", "then", "kind", "says"),
+    [
+        (
+            False,
+            ConflictError("run 'duel' has begun"),
+            AgentLostError,
+            "'red' held up.*joining anew failed: run 'duel' has begun",
+        ),
+        (False, DeadlineError("nobody joined for 'white'"), AgentLostError, "'red' held up.*failed: nobody joined for 'white'"),
+        (False, ServerLostError("its worker died"), ServerLostError, "^its worker died"),
+        (True, ConflictError("'white' stopped early"), ConflictError, "^'white' stopped early"),
+        (True, AgentLostError("'white' is lost"), AgentLostError, "^'white' is lost"),
+    ],
+)
+def test_a_driver_that_cannot_join_anew_ends_with_the_cause_for_which_it_had_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, joins: bool, then: Exception, kind: type[Exception], says: str
+) -> None:
+    fields = {"base_model": "m", "lora": {"rank": 4}, "environment": {"name": "x"}, "agents": {"red": {}}}
+    meets = {"coordinator": {"run": "duel", "url": "http://x"}, "scheduling": {"max_restarts": 1}}
+    job = parse_config(RLJobConfig, fields | meets)
+    (tmp_path / "checkpoints" / "step-000002@2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000002@2" / "manifest.json").write_text("{}")
+    lives = iter([(True, AgentLostError("'red' held up the others in update 3 for 31 s")), (joins, then)])
+
+    class Life:
+        folder, steps_saved = tmp_path, (2,)
+
+        def drive(self, client: Any, connect: Any, *_: Any, **__: Any) -> None:
+            async def live() -> None:
+                joined, error = next(lives)
+
+                async def connected(*_: Any, **__: Any) -> None:
+                    if not joined:
+                        raise error
+
+                monkeypatch.setattr(AgentsLoop, "connect", connected)
+                await connect(client, None)
+                raise error
+
+            asyncio.run(live())
+
+    access = {"": {"endpoint": "http://x", "token": "t", "policy": "p"}}
+    with pytest.raises(kind, match=says):
+        run_module._drive_agents(job, None, lambda *_: Life(), access, None, False, 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
