@@ -107,6 +107,10 @@ class AgentsLoop(EpisodesLoop):
         if seats is None:
             raise _for_one(environment)
         self._member = member
+        self._start_saved = False
+        """Whether there is a checkpoint of step 0."""
+        self._recorded_at: int | None = None
+        """The step whose evaluation was recorded before a restart, and is played again for the others."""
         self._runner, self._evaluator = runners(config, environment, seats, member)
         if member is None:
             check_players(config.agents, seats.agents)
@@ -131,11 +135,11 @@ class AgentsLoop(EpisodesLoop):
         base_dir: Path | None = None,
         sources: Mapping[Split, TaskSource] | None = None,
         servers: Mapping[str, PlayedPolicy] | None = None,
-        steps: Sequence[int] = (0,),
+        steps: Sequence[int] = (),
     ) -> "AgentsLoop":
         """A loop on servers that run: makes the policies that are not there yet, asks for the tokenizers and the limits.
         `policy` is what the job's own server began with, `servers` what its others did. Where other processes drive other
-        agents, it joins them; `steps` are those after which it could go on.
+        agents, it joins them; `steps` are those of which it has checkpoints. Without any it begins anew.
 
         Raises:
             ConfigError: the environment is for one agent, or its agents are not those of the config.
@@ -143,7 +147,7 @@ class AgentsLoop(EpisodesLoop):
             RenderingError: a model has no usable chat template.
         """
         await asyncio.to_thread(check_agents, config, environment)  # it may ask the environment's server
-        member = await join_run(config, environment, steps)
+        member = await join_run(config, environment, steps or (0,))
         async with leaving(member):
             policies, homes = await find_homes(config, policy, servers or {})
             await take_starts(config.agents, policies)
@@ -152,12 +156,14 @@ class AgentsLoop(EpisodesLoop):
                 config, environment, policies, own.renderer, own.max_model_len, recorder, base_dir, sources, member, homes
             )
             loop._opponents.pools = await open_pools(config, policies, loop._plays)
+            loop._start_saved = 0 in steps
             if member is not None:
                 loop.steps_done = await member.started()
             return loop
 
     async def resume(self, step: int) -> None:
-        """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none.
+        """Go on after the checkpoints of `step`, or of an earlier one on which all drivers agreed; 0 needs none on
+        servers that have just begun.
 
         Raises:
             CheckpointError: a part of one is missing, corrupt, or of another run.
@@ -171,7 +177,7 @@ class AgentsLoop(EpisodesLoop):
     async def _resume(self, step: int) -> None:
         self.steps_done = step
         self.phases = PhaseBarrier(list(self._policies), start=Moment(step, Phase.ROLLOUT))
-        if not step:
+        if not step and not self._start_saved:
             return
         loaded = await asyncio.gather(*(policy.load(checkpoint_name(step)) for policy in self._policies.values()))
         state = DriverState.from_json(loaded[0].get("driver"), step, self.config.training.seed)
@@ -190,6 +196,8 @@ class AgentsLoop(EpisodesLoop):
                     self._evaluated_at = row["step"]
                 elif row["kind"] == "stopping":
                     self._stopping.heard(row)
+        if self._member is not None and self._evaluated_at == step:
+            self._evaluated_at, self._recorded_at = None, step  # another driver may have died before it recorded its own
 
     async def run(self, steps: int) -> None:
         """As every loop's. What ends it is what the drivers of other agents are told, if there are any.
@@ -199,6 +207,10 @@ class AgentsLoop(EpisodesLoop):
             EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
         """
         async with leaving(self._member):
+            if self._member is not None and self.config.training.save_every and not (self.steps_done or self._start_saved):
+                # Where another driver dies before it has a checkpoint, this one's server knows no other way back.
+                await self.save(checkpoint_name(0))
+                self._start_saved = True
             await super().run(steps)
 
     async def step(self) -> Row:
@@ -218,7 +230,8 @@ class AgentsLoop(EpisodesLoop):
         position = await self._collect(rounds, play, lambda round_: self._missing(groups, round_))
         sampled = time.monotonic()
         await self._finish(moment)
-        await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
+        if self._took_part(groups):
+            await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
         assert all(self.phases.may(name, moment.next) for name in self._policies), "no update before all games are over"
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
         learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
@@ -261,13 +274,17 @@ class AgentsLoop(EpisodesLoop):
         return max(lacking)
 
     async def evaluate(self) -> Row | None:
-        """All agents play the held-out tasks; None if the environment has none."""
+        """All agents play the held-out tasks; None if the environment has none, or the row is there already: it was recorded
+        before a restart, and other drivers need the games."""
         if not (tasks := await self._held_out_tasks()):
             return None
         started, evaluation = time.monotonic(), self.config.evaluation
         players = self._players(evaluation.temperature)
         players |= await self._opponents.reference(len(tasks), evaluation.temperature, self.steps_done)
         groups = await self._evaluator.run(players, tasks, evaluation.samples_per_task, self.steps_done)
+        if self._recorded_at == self.steps_done:
+            self._evaluated_at, self._recorded_at = self.steps_done, None
+            return None
         rows: dict[str, Row] = {}
         for name, of_agent in groups.items():
             result = summarize_groups(of_agent, seed=self.config.training.seed, pass_at=evaluation.pass_at)
@@ -336,6 +353,14 @@ class AgentsLoop(EpisodesLoop):
         """What the policy of an agent learns from: the agent's groups, and those of the agents that share it."""
         return [group for agent in self._seats_of(name) for group in groups[agent]]
 
+    def _took_part(self, groups: Groups) -> bool:
+        """Whether the learners were in any game. Those that were in none, because tasks do not need them, have not failed; but
+        somebody must have been in one, if all who play are here."""
+        learning = [group for name in self._learners for group in self._experience(name, groups)]
+        anybody = [group for of_agent in groups.values() for group in of_agent]
+        played = [any(group.episodes or group.failures for group in some) for some in (learning, anybody)]
+        return played[0] or (self._member is None and not played[1])
+
     def _seats_of(self, name: str) -> list[str]:
         """Where the policy of an agent plays."""
         return [name, *(other for other, agent in self.config.agents.items() if agent.policy == name)]
@@ -345,6 +370,12 @@ class AgentsLoop(EpisodesLoop):
         own = self.config.agents[name].optimizer
         scale = self._stopping.scale(name)
         return scheduled(training if own is None else training.model_copy(update={"optimizer": own}), step, scale)
+
+    async def _leaves_others(self) -> bool:
+        if self._member is None:
+            return False
+        await self._member.leave(stopped=self.stopped)
+        return True
 
     async def _finish(self, moment: Moment) -> None:
         """All policies here have finished a phase; wait for those elsewhere."""

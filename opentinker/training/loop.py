@@ -58,10 +58,12 @@ class EpisodesLoop(ABC):
             await self.step()
             if (every := self.config.training.save_every) and self.steps_done % every == 0:
                 await self.save(checkpoint_name(self.steps_done))
-            if self._evaluation_is_due() and not self.stopped:
+            if self._evaluation_is_due() and (not self.stopped or self.steps_done == last):
                 await self.evaluate()
             if self.steps_done < last and not self.stopped:
                 await self._compare()
+        if self.stopped and self.steps_done < last and await self._leaves_others():
+            return
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
         await self._compare(ends=True)
@@ -81,6 +83,10 @@ class EpisodesLoop(ABC):
     @abstractmethod
     async def _check_server(self) -> None:
         """Raises what explains a failure better than the failure itself: that the server is gone."""
+
+    async def _leaves_others(self) -> bool:
+        """The run stops early: whether there are loops elsewhere that go on, which were told."""
+        return False
 
     async def _compare(self, *, ends: bool = False) -> None:
         """Let players meet, if there are several and it is time; `ends`: the run is over."""

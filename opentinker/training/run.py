@@ -16,7 +16,7 @@ from opentinker.config.job import JobConfig, PreferenceJobConfig, RLJobConfig, S
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
-from opentinker.errors import AgentLostError, ConfigError
+from opentinker.errors import AgentLostError, ConfigError, ConflictError, DeadlineError, OpenTinkerError
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.arena import reference_players
@@ -162,8 +162,9 @@ def _drive_agents(
 ) -> dict[str, Any]:
     """Drive a job of several agents; `access` is what clients of its servers take, by name, "" for its own. When the driver of
     other agents is lost, and this one's servers are not, it goes back to its checkpoints and joins anew, as often as the job
-    may be restarted: its own scheduler may start that driver again."""
-    rejoins = 0
+    may be restarted: its own scheduler may start that driver again. What it was told then stays the cause if it cannot join."""
+    rejoins, joined = 0, False
+    told: OpenTinkerError | None = None
     while True:
         run = make(resume or rejoins > 0, summarize_agents, render_agents_report)
         clients = {name: PolicyClient(**fields) for name, fields in access.items()}
@@ -178,16 +179,25 @@ def _drive_agents(
         ) -> Loop:
             if again:
                 await delete_made(job, {"": client, **further})  # they are made anew, from their checkpoints
-            steps = run.steps_saved or (0,)
-            return await AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further, steps=steps)
+            steps = run.steps_saved
+            loop = await AgentsLoop.connect(job, environment, client, recorder, base_dir, servers=further, steps=steps)
+            nonlocal joined
+            joined = True
+            return loop
 
         try:
             return run.drive(own, connect, started, others=list(further.values()))
-        except AgentLostError as lost:
-            if rejoins >= job.scheduling.max_restarts or not saved_steps(run.folder):
-                raise
+        except OpenTinkerError as error:
+            refused = not joined and isinstance(error, ConflictError | DeadlineError | AgentLostError)
+            before = told if refused else None
+            again = isinstance(error, AgentLostError) and rejoins < job.scheduling.max_restarts and saved_steps(run.folder)
+            if not again:
+                if before is None:
+                    raise
+                raise AgentLostError(f"{before.detail}; joining anew failed: {error.detail}", hint=before.hint) from error
             rejoins += 1
-            logger.warning("joins anew (%d of %d): %s", rejoins, job.scheduling.max_restarts, lost)
+            told, joined = before or error, False
+            logger.warning("joins anew (%d of %d): %s", rejoins, job.scheduling.max_restarts, error)
 
 
 class _Run:

@@ -114,6 +114,9 @@ class _Table:
             case ["leave", problem]:
                 desk.left = True
                 self.run.leave(desk.driver, None if problem is None else from_problem(problem))
+            case ["stop", why]:
+                desk.left = True
+                self.run.stop(desk.driver, str(why))
             case _:
                 raise InvalidRequestError(f"there is no such word: {word!r}"[:200])
 

@@ -114,6 +114,8 @@ class Member:
         """Ask for games; what is said of them, until `round_over`. An OpenTinkerError among it is the run's end."""
         if self._words is not None:
             raise ConflictError("a driver plays one round of games at a time")
+        if self._left:
+            raise ConflictError(f"this driver has left run '{self.run}'", hint="its training is over")
         self._raise_if_over()
         self._words = asyncio.Queue()
         try:
@@ -126,14 +128,15 @@ class Member:
         """Answer to a turn."""
         self._say(["answer", game, agent, turn, answer.to_wire()])
 
-    async def leave(self, cause: BaseException | None = None) -> None:
-        """Say goodbye, and why, if it is no end in order. Never raises; what is not heard in time is left to the lease."""
+    async def leave(self, cause: BaseException | None = None, *, stopped: str = "") -> None:
+        """Say goodbye, and why, if it is no end in order; `stopped` is why the training here has stopped before its end. Never
+        raises; what is not heard in time is left to the lease."""
         if self._left:
             return
         self._left = True
         self._closed.set()
         if self._failed is None and self._tasks:
-            self._say(["leave", None if cause is None else _as_error(cause).to_problem()])
+            self._say(["stop", stopped] if stopped else ["leave", None if cause is None else _as_error(cause).to_problem()])
             try:
                 async with asyncio.timeout(LEAVE_S):
                     while self._channel.waiting and self._failed is None:

@@ -196,7 +196,13 @@ class CoordinatedRun:
             if self.ended is None:
                 self._go_on_without()
             return
-        self._lose(mine, "it left" if cause is None else _first_line(cause))
+        self._lose(mine, f"is lost: {'it left' if cause is None else _first_line(cause)}")
+
+    def stop(self, driver: str, why: str) -> None:
+        """The driver's training has ended before its last step, in order: the others go on without it, or end. No restart would
+        bring it back, so that this is no AgentLostError."""
+        if (mine := self.drivers.get(driver)) is not None and self.ended is None:
+            self._lose(mine, f"stopped early: {why}"[:500], ConflictError)
 
     def fail(self, error: OpenTinkerError) -> None:
         """The run is over for all."""
@@ -209,7 +215,7 @@ class CoordinatedRun:
             return
         for mine in list(self.drivers.values()):
             if now - mine.seen_at > self.patience.lease_s and self.ended is None:
-                self._lose(mine, f"it gave no sign of life for {self.patience.lease_s:.3g} s")
+                self._lose(mine, f"is lost: it gave no sign of life for {self.patience.lease_s:.3g} s")
         if self.ended is not None or not self.drivers:
             return
         if self.barrier is None:
@@ -299,11 +305,11 @@ class CoordinatedRun:
         for agent, after in list(self._finished.items()):
             self._part(f"the driver of '{agent}' left {after}", [agent], ConflictError)
 
-    def _lose(self, mine: Driver, cause: str) -> None:
+    def _lose(self, mine: Driver, cause: str, kind: Callable[..., OpenTinkerError] = AgentLostError) -> None:
         del self.drivers[mine.id]
         if self.barrier is None:  # its seats are free again
             return
-        self._part(f"the driver of {mine} is lost: {cause}", mine.agents, AgentLostError)
+        self._part(f"the driver of {mine} {cause}", mine.agents, kind)
         if self.ended is None:
             self._go_on_without()
 

@@ -291,12 +291,15 @@ class Driving(RuleBasedStateMachine):
         self.follow()
 
     @precondition(lambda self: self.run.ended is None and len(self.alive) > 1)
-    @rule(data=st.data(), said=st.booleans())
-    def dies(self, data: st.DataObject, said: bool) -> None:
+    @rule(data=st.data(), said=st.booleans(), stops=st.booleans())
+    def dies(self, data: st.DataObject, said: bool, stops: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.alive)))
         self.alive.discard(name)
         if said:
-            self.run.leave(name, OpenTinkerError("its server was lost"))
+            if stops:
+                self.run.stop(name, "its gradient grew")
+            else:
+                self.run.leave(name, OpenTinkerError("its server was lost"))
         else:
             self.state[name] = "dead"
         self.follow()

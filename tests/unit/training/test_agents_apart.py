@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from coordination_tools import TOKEN, Place, meeting
 
 import opentinker as ot
 import opentinker.training.meeting as meeting_module
+import opentinker.training.run as run_module
 from opentinker.config.base import parse_config
 from opentinker.config.job import InteractiveJobConfig, RLJobConfig
 from opentinker.env.environment import Action
@@ -27,6 +29,7 @@ from opentinker.multiagent.coordination.seat import RemoteSeat
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import RoundRobin
 from opentinker.training.agents import AgentsLoop
+from opentinker.training.loop import FRUITLESS_STEPS
 from opentinker.training.meeting import terms_of
 from opentinker.training.recorder import Recorder
 
@@ -56,6 +59,16 @@ class Digits(MultiAgentEnvironment):
 
 class Three(Digits):
     agents = ("black", "white", "red")
+
+
+class Sits(Three):
+    """Red is needed in no task."""
+
+    def reset(self, task: Any) -> Mapping[str, str]:
+        return dict.fromkeys(("black", "white"), "which digit?")
+
+    def step(self, agent: str, action: Action) -> MultiStepResult:
+        return replace(super().step(agent, action), done=agent == "white")
 
 
 SMALL = {
@@ -95,7 +108,7 @@ class Drivers:
         found: RLJobConfig = self._make_config(**given)
         return found
 
-    async def connect(self, name: str, steps: Sequence[int] = (0,), resume_at: int | None = None, **changes: Any) -> AgentsLoop:
+    async def connect(self, name: str, steps: Sequence[int] = (), resume_at: int | None = None, **changes: Any) -> AgentsLoop:
         config = self.config(name, **changes)
         recorder = Recorder(self._folder / name, config.model_dump(mode="json"), resume_at=resume_at)
         environment = load_environment(self._environment)
@@ -103,7 +116,7 @@ class Drivers:
 
     async def drive(self, name: str, count: int, **options: Any) -> AgentsLoop:
         loop = await self.connect(name, **options)
-        await loop.resume(max(options.get("steps", [0])))
+        await loop.resume(max(options.get("steps", ()), default=0))
         await loop.run(count)
         await loop.close()
         return loop
@@ -257,6 +270,83 @@ async def test_a_driver_without_which_the_others_go_on_hears_that(make_drivers, 
     assert [loop.steps_done for loop in others] == [2, 2]
 
 
+STOPS: dict[str, Any] = {"stop": {"max_grad_norm": 1e-9}, "optimizer": {"learning_rate": 2.0}}
+"""After the first step."""
+
+
+@pytest.mark.parametrize(
+    "evaluation", [{}, {"at_end": False}, {"every": 1}, {"every": 1, "at_end": False}, {"every": 1, "at_start": True}]
+)
+async def test_a_driver_that_stops_early_ends_in_order_and_the_others_hear_why(make_drivers, here, evaluation) -> None:
+    drivers = make_drivers(evaluation=SMALL["evaluation"] | evaluation)
+    async with meeting(Digits) as place:
+        here(place)
+        black, white = await asyncio.gather(
+            drivers.drive("black", 3), drivers.drive("white", 3, training=STOPS), return_exceptions=True
+        )
+        assert white.steps_done == 1
+        assert "stopped-early" in drivers.policies["white"].saved
+        with pytest.raises(ConflictError, match=r"the driver of 'white' stopped early: .*1e-09"):
+            raise black
+        with pytest.raises(ConflictError, match="this driver has left run 'duel'"):
+            await white.evaluate()
+
+
+async def test_the_others_go_on_after_an_early_stop_if_they_are_to(make_drivers, here) -> None:
+    turns = {"on_lost": "go_on", "on_late": "forfeit"}
+    drivers = make_drivers(Three, turns=turns, evaluation={"samples_per_task": 2, "every": 2})
+    async with meeting(Three) as place:
+        here(place)
+        red = drivers.drive("red", 3, training=STOPS)
+        loops = await asyncio.gather(drivers.drive("black", 3), drivers.drive("white", 3), red)
+    assert [loop.steps_done for loop in loops] == [3, 3, 1]
+    assert "the driver of 'red' stopped early" in loops[0]._member.gone["red"]
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"at_end": False}, {"every": 1}, {"every": 1, "at_end": False}])
+async def test_a_stop_at_the_last_step_is_an_end_like_the_others(make_drivers, here, evaluation: dict[str, Any]) -> None:
+    drivers = make_drivers(evaluation=SMALL["evaluation"] | evaluation)
+    async with meeting(Digits) as place:
+        here(place)
+        loops = await asyncio.gather(drivers.drive("black", 1), drivers.drive("white", 1, training=STOPS))
+    assert [loop.steps_done for loop in loops] == [1, 1]
+
+
+async def test_a_plateau_that_one_driver_stops_for_is_named_to_the_others(make_drivers, here) -> None:
+    drivers = make_drivers(evaluation={"samples_per_task": 2, "every": 1})
+    plateau = {"stop": {"plateau": 1}, "optimizer": {"learning_rate": 1e-9}}
+    async with meeting(Digits) as place:
+        here(place)
+        black, white = await asyncio.gather(
+            drivers.drive("black", 6), drivers.drive("white", 6, training=plateau), return_exceptions=True
+        )
+    assert white.stopped
+    with pytest.raises(ConflictError, match="the driver of 'white' stopped early"):
+        raise black
+
+
+async def test_an_agent_that_no_task_needs_for_many_steps_does_not_end_the_run(make_drivers, here) -> None:
+    drivers = make_drivers(Sits)
+    async with meeting(Sits) as place:
+        here(place)
+        loops = await asyncio.gather(*(drivers.drive(name, FRUITLESS_STEPS + 1) for name in Sits.agents))
+    assert [loop.steps_done for loop in loops] == [FRUITLESS_STEPS + 1] * 3
+    assert not drivers.policies["red"].logits.any()
+
+
+async def test_one_process_whose_only_learner_no_task_needs_for_many_steps_goes_on(make_config, policy, recorder) -> None:
+    agents = {"black": {"frozen": True}, "white": {"frozen": True}, "red": {}}
+    config = make_config(agents=agents, lora={"rank": 4}, **SMALL)
+
+    async def another(*_: Any, **__: Any) -> Any:
+        return type(policy)()
+
+    policy.create_policy = another
+    loop = await AgentsLoop.connect(config, load_environment(Sits), policy, recorder)
+    await loop.run(FRUITLESS_STEPS + 1)
+    assert loop.steps_done == FRUITLESS_STEPS + 1
+
+
 async def test_drivers_that_do_not_agree_are_refused_with_both_values(make_drivers, here) -> None:
     drivers = make_drivers()
     async with meeting(Digits, lease_s=5.0) as place:
@@ -388,6 +478,72 @@ async def test_drivers_that_were_killed_go_on_from_the_newest_step_that_all_have
         assert [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_step"] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("recorded", [(), ("black",), ("black", "white")])
+@pytest.mark.parametrize("evaluation", [{"every": 2, "at_end": False}, {"at_end": True}])
+async def test_a_run_goes_on_whoever_had_recorded_the_evaluation_after_the_checkpoint(
+    make_drivers, here, recorded: Sequence[str], evaluation: dict[str, Any]
+) -> None:
+    """The others were killed before their row was written; every driver has each evaluation once in the end."""
+    changes = {
+        "training": {"save_every": 2, "optimizer": {"learning_rate": 2.0}},
+        "evaluation": {"samples_per_task": 2, "at_start": False} | evaluation,
+    }
+    steps = 4 if "every" in evaluation else 2
+    async with meeting(Digits) as place:
+        here(place)
+        first, second = make_drivers(**changes), make_drivers(**changes)
+        loops = await asyncio.gather(*(first.drive(name, 2) for name in Digits.agents))
+        for name, loop in zip(Digits.agents, loops, strict=True):
+            second.policies[name].saved, second.policies[name].drivers = (
+                first.policies[name].saved,
+                first.policies[name].drivers,
+            )
+            if name not in recorded:
+                file = loop._recorder.folder / "metrics.jsonl"
+                *lines, last = file.read_text().splitlines(keepends=True)
+                assert "agents_evaluation" in last
+                file.write_text("".join(lines))
+        again = await asyncio.gather(*(second.drive(name, steps - 2, steps=[2], resume_at=2) for name in Digits.agents))
+    for loop in again:
+        assert loop.steps_done == steps
+        evaluated = [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_evaluation"]
+        assert evaluated == ([2, 4] if "every" in evaluation else [2])
+
+
+@pytest.mark.parametrize("white_has", [[], [0]])
+@pytest.mark.parametrize("at_start", [False, True])
+async def test_a_run_goes_on_from_its_beginning_if_a_driver_was_killed_within_its_first_checkpoint(
+    make_drivers, here, white_has: list[int], at_start: bool
+) -> None:
+    """Black's server has learnt meanwhile."""
+    changes = {
+        "training": {"save_every": 2, "keep_last": 1, "optimizer": {"learning_rate": 2.0}},
+        "evaluation": {"samples_per_task": 2, "at_start": at_start},
+    }
+    drivers = make_drivers(**changes)
+    async with meeting(Digits) as place:
+        here(place)
+        loops = await asyncio.gather(*(drivers.drive(name, 2) for name in Digits.agents))
+        learnt = {name: policy.logits.copy() for name, policy in drivers.policies.items()}
+        assert all(logits.any() for logits in learnt.values())
+        assert set(drivers.policies["black"].saved) == {"step-000000", "step-000002"}
+        before, new = drivers.policies["white"], type(drivers.policies["white"])()
+        drivers.policies["white"] = new
+        new.saved, new.drivers = before.saved, before.drivers
+        loops = await asyncio.gather(
+            drivers.drive("black", 2, steps=[0, 2], resume_at=2),
+            drivers.drive("white", 2, steps=white_has, resume_at=max(white_has, default=-1)),
+        )
+    for name, loop in zip(Digits.agents, loops, strict=True):
+        assert np.array_equal(drivers.policies[name].logits, learnt[name])
+        kinds = [(row["kind"], row["step"]) for row in loop._recorder.rows]
+        assert kinds == [("agents_evaluation", 0)] * at_start + [
+            ("agents_step", 1),
+            ("agents_step", 2),
+            ("agents_evaluation", 2),
+        ]
+
+
 async def test_drivers_without_a_step_in_common_are_told_which_they_have(make_drivers, here) -> None:
     drivers = make_drivers()
     async with meeting(Digits) as place:
@@ -412,6 +568,53 @@ async def test_a_driver_that_is_started_anew_takes_its_seat_when_the_lease_of_th
             await playing
         await asyncio.gather(new, again.drive("white", 1))
     assert again.policies["black"].logits.any()
+
+
+@pytest.mark.parametrize(
+    ("joins", "then", "kind", "says"),
+    [
+        (
+            False,
+            ConflictError("run 'duel' has begun"),
+            AgentLostError,
+            "'red' held up.*joining anew failed: run 'duel' has begun",
+        ),
+        (False, DeadlineError("nobody joined for 'white'"), AgentLostError, "'red' held up.*failed: nobody joined for 'white'"),
+        (False, ServerLostError("its worker died"), ServerLostError, "^its worker died"),
+        (True, ConflictError("'white' stopped early"), ConflictError, "^'white' stopped early"),
+        (True, AgentLostError("'white' is lost"), AgentLostError, "^'white' is lost"),
+    ],
+)
+def test_a_driver_that_cannot_join_anew_ends_with_the_cause_for_which_it_had_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, joins: bool, then: Exception, kind: type[Exception], says: str
+) -> None:
+    fields = {"base_model": "m", "lora": {"rank": 4}, "environment": {"name": "x"}, "agents": {"red": {}}}
+    meets = {"coordinator": {"run": "duel", "url": "http://x"}, "scheduling": {"max_restarts": 1}}
+    job = parse_config(RLJobConfig, fields | meets)
+    (tmp_path / "checkpoints" / "step-000002@2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000002@2" / "manifest.json").write_text("{}")
+    lives = iter([(True, AgentLostError("'red' held up the others in update 3 for 31 s")), (joins, then)])
+
+    class Life:
+        folder, steps_saved = tmp_path, (2,)
+
+        def drive(self, client: Any, connect: Any, *_: Any, **__: Any) -> None:
+            async def live() -> None:
+                joined, error = next(lives)
+
+                async def connected(*_: Any, **__: Any) -> None:
+                    if not joined:
+                        raise error
+
+                monkeypatch.setattr(AgentsLoop, "connect", connected)
+                await connect(client, None)
+                raise error
+
+            asyncio.run(live())
+
+    access = {"": {"endpoint": "http://x", "token": "t", "policy": "p"}}
+    with pytest.raises(kind, match=says):
+        run_module._drive_agents(job, None, lambda *_: Life(), access, None, False, 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
