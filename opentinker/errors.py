@@ -177,6 +177,12 @@ class AgentLostError(OpenTinkerError):
     status = 409
 
 
+class AgentStuckError(AgentLostError):
+    """An update on one of this process's servers does not end while the others wait; on another server it may."""
+
+    code = "agent_stuck"
+
+
 class EnvironmentLoadError(ConfigError):
     """The environment class cannot be imported or is not an Environment."""
 

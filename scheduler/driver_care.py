@@ -16,7 +16,8 @@ from opentinker.scheduler.server_care import ServerCare
 from opentinker.scheduler.store import JobStore
 
 _ECHOES = frozenset({"server_lost", "unavailable", "deadline_exceeded"})
-"""Codes of driver errors that a server's death may have caused."""
+"""Codes of driver errors that a server's death may have caused. Not that of a server that hangs: a look at it could take as
+long as a server may be silent."""
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from opentinker.errors import AgentStuckError
 from opentinker.scheduler.backfill import Holder
 from opentinker.scheduler.fairshare import cost_of, decayed_usage
 from opentinker.scheduler.placement import Allocation, Node, Request
@@ -74,6 +75,11 @@ class DriverOutcome:
     code: str = ""
     lost: bool = False
     """Its process died: nothing is wrong with the job itself, as far as anybody knows."""
+
+    @property
+    def restarts(self) -> bool:
+        """Another one may do better, on other servers: this one is lost, or found that a server hangs."""
+        return self.lost or self.code == AgentStuckError.code
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,7 @@ def _fate(job: JobView, servers: Sequence[ServerView], snapshot: Snapshot) -> De
     if lost := [server for server in servers if server.fault]:
         return _without_server(job, min(lost, key=lambda server: _GRAVITY.index(server.fault_kind)))
     if outcome is not None:
-        return _lost(job, outcome.cause) if outcome.lost else End(job.id, JobState.FAILED, outcome.cause)
+        return _lost(job, outcome.cause) if outcome.restarts else End(job.id, JobState.FAILED, outcome.cause)
     return _at_limit(job, min(server.idle_s for server in servers), snapshot) or (
         Run(job.id) if job.state is JobState.STARTING and all(server.state is ServerState.READY for server in servers) else None
     )

@@ -41,13 +41,16 @@ class TurnsConfig(Config):
     barrier_timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
     """With `coordinator`: how long one driver may hold up the others, from when the first has finished its games or its update
     (or is ready for the next games) until the last has. Make it longer than the slowest agent's update and checkpoint take
-    beyond the fastest one's. A driver whose process dies is found by its lease, which does not depend on this."""
+    beyond the fastest one's. A driver whose process dies is found by its lease, which does not depend on this. With `servers`
+    also: how long a server may go without finishing an agent's update, from when the first server has finished all of its own.
+    Then the job ends, or restarts (`scheduling.max_restarts`), with an error that names the server and the agents. Make it
+    longer than the slowest server's update takes beyond the fastest one's."""
     join_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
     """With `coordinator`: how long drivers wait until every seat has one, and then until all are ready for the first games."""
     on_lost: Literal["fail", "go_on"] = "fail"
     """With `coordinator`: what becomes of a run when a driver is lost, or holds up the others for too long: 'fail' = it ends
     for all with an error that says who and why; 'go_on' = the others go on without its agents, which takes
-    `on_late: forfeit`, so that games go on, too."""
+    `on_late: forfeit`, so that games go on, too. The agents of one driver are lost together: it says nothing of `servers`."""
 
     @model_validator(mode="after")
     def _games_go_on_too(self) -> "TurnsConfig":

@@ -8,7 +8,7 @@ games are those of all.
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +47,7 @@ from opentinker.training.rl import EVALUATION_TRANSCRIPTS, TrainablePolicy
 from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
+from opentinker.training.updates import together
 
 
 class PlayedPolicy(TrainablePolicy, Protocol):
@@ -204,6 +205,7 @@ class AgentsLoop(EpisodesLoop):
 
         Raises:
             AgentLostError: another driver is lost.
+            AgentStuckError: a server's updates do not end while another's have.
             EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
         """
         async with leaving(self._member):
@@ -234,7 +236,9 @@ class AgentsLoop(EpisodesLoop):
             await self._check_usable([group for name in self._learners for group in self._experience(name, groups)])
         assert all(self.phases.may(name, moment.next) for name in self._policies), "no update before all games are over"
         optimizers = {name: self._optimizer(name, number) for name in self._learners}
-        learned = await _together({name: self._update(name, groups, optimizers[name], number) for name in self._learners})
+        updates = {name: self._update(name, groups, optimizers[name], number) for name in self._learners}
+        servers = {name: config.agents[name].server for name in self._learners}
+        learned = await together(updates, servers, moment.next, config.turns.barrier_timeout_s)
         ended = time.monotonic()
         pools = self._opponents.record(groups, list(self._learners))
         await self._opponents.after(number)
@@ -489,15 +493,3 @@ def agents_row(kind: str, step: int, rows: Mapping[str, Row], **fields: Any) -> 
 
 def _sampling(config: RLJobConfig, name: str) -> SamplingConfig:
     return config.agents[name].sampling or config.sampling
-
-
-async def _together(updates: Mapping[str, Awaitable[Learned]]) -> dict[str, Learned]:
-    """All results; when one fails, the others are ended first and the error names the agent."""
-    tasks = {name: asyncio.ensure_future(update) for name, update in updates.items()}
-    try:
-        await asyncio.gather(*tasks.values())
-    finally:
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-    return {name: task.result() for name, task in tasks.items()}

@@ -16,7 +16,7 @@ from opentinker.config.job import JobConfig, PreferenceJobConfig, RLJobConfig, S
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.secret_files import TOKEN_VARIABLES, no_token
-from opentinker.errors import AgentLostError, ConfigError, ConflictError, DeadlineError, OpenTinkerError
+from opentinker.errors import AgentLostError, AgentStuckError, ConfigError, ConflictError, DeadlineError, OpenTinkerError
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.arena import reference_players
@@ -162,7 +162,8 @@ def _drive_agents(
 ) -> dict[str, Any]:
     """Drive a job of several agents; `access` is what clients of its servers take, by name, "" for its own. When the driver of
     other agents is lost, and this one's servers are not, it goes back to its checkpoints and joins anew, as often as the job
-    may be restarted: its own scheduler may start that driver again. What it was told then stays the cause if it cannot join."""
+    may be restarted: its own scheduler may start that driver again. What it was told then stays the cause if it cannot join.
+    When a server of its own hangs, there is nothing to go back to: the scheduler gives the job other servers."""
     rejoins, joined = 0, False
     told: OpenTinkerError | None = None
     while True:
@@ -190,7 +191,8 @@ def _drive_agents(
         except OpenTinkerError as error:
             refused = not joined and isinstance(error, ConflictError | DeadlineError | AgentLostError)
             before = told if refused else None
-            again = isinstance(error, AgentLostError) and rejoins < job.scheduling.max_restarts and saved_steps(run.folder)
+            elsewhere = isinstance(error, AgentLostError) and not isinstance(error, AgentStuckError)
+            again = elsewhere and rejoins < job.scheduling.max_restarts and saved_steps(run.folder)
             if not again:
                 if before is None:
                     raise

@@ -1,7 +1,7 @@
 """Two agents of one submitted job learn on two servers, with base models of their own: one an adapter, one full parameters. One
-server is killed with SIGKILL in the middle of the games, or of the updates.
+server is killed with SIGKILL amid the games, or amid the updates; or it hangs, stopped with SIGSTOP, as its update begins.
 
-Usage: python tests/scenarios/several_servers.py [--steps 5] [--only whole rollout update failed]
+Usage: python tests/scenarios/several_servers.py [--steps 5] [--only rollout update failed hung]
 With `max_restarts: 1` the job has to end as one that was not interrupted, bit for bit, on both servers; without, it has to fail
 with a cause that names the server, its agent and what became of it, and leave no process. The exit code is 1 unless all of it
 holds.
@@ -9,6 +9,7 @@ holds.
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -22,11 +23,11 @@ import opentinker as ot
 from opentinker.scheduler.cluster import EmbeddedCluster
 from opentinker.scheduler.processes import processes_of
 
+BARRIER_S = 10.0
 GAME = '''
 import json
 import os
 import random
-import signal
 import threading
 import time
 from pathlib import Path
@@ -38,15 +39,15 @@ import opentinker as ot
 ORDER = Path({order!r})
 
 
-def obey(when, delay_s):
-    """Kill what the scenario asks for, if it is to happen now."""
+def obey(when):
+    """Kill, or stop, what the scenario asks for, if it is to happen now."""
     try:
         order = json.loads(ORDER.read_text())
     except FileNotFoundError:
         return
     if order["when"] == when:
         ORDER.unlink()
-        threading.Timer(delay_s, os.kill, (order["pid"], signal.SIGKILL)).start()
+        threading.Timer(order["after_s"], os.kill, (order["pid"], order["signal"])).start()
 
 
 class Talk(ot.MultiAgentEnvironment):
@@ -68,7 +69,7 @@ class Talk(ot.MultiAgentEnvironment):
         return {{name: f"The number is {{task['number']}}" for name in self.agents}}
 
     def step(self, agent, action):
-        obey("rollout", 0.0)
+        obey("rollout")
         time.sleep(random.uniform(0.0, 0.01))
         self.turns += 1
         vowels = sum(letter in "aeiou" for letter in action.text) / 10
@@ -78,7 +79,7 @@ class Talk(ot.MultiAgentEnvironment):
 
 def scores(batch):
     """White's advantages, which are asked for when its update begins."""
-    obey("update", 0.1)
+    obey("update")
     found = []
     for group in batch:
         returns = np.array([rewards.sum() for rewards in group])
@@ -117,14 +118,15 @@ def build_models(folder: Path) -> None:
     conftest.build_tiny_model(folder / "other", seed=1, layers=3)
 
 
-def cut(site: Site, folder: Path, job_id: str, when: str, rows: int) -> int:
-    """Have the second server killed in the step after `rows`; its pid."""
+def cut(site: Site, folder: Path, job_id: str, when: str, rows: int, by: signal.Signals = signal.SIGKILL) -> int:
+    """Have the second server killed, or whatever `by` does to it, in the step after `rows`; its pid."""
     job = site.wait(job_id, lambda job: job["state"] in ENDED or rows_of(Path(job["run_dir"])) >= rows)
     if job["state"] in ENDED:
         raise RuntimeError(f"job {job_id} is {job['state']}: {job['cause']}")
     pid = int(job["servers"]["second"]["pid"])
     partial = folder / "order.partial"
-    partial.write_text(json.dumps({"when": when, "pid": pid}))
+    after_s = 0.1 if when == "update" and by is signal.SIGKILL else 0.0
+    partial.write_text(json.dumps({"when": when, "pid": pid, "signal": by, "after_s": after_s}))
     partial.rename(folder / "order.json")
     return pid
 
@@ -145,15 +147,20 @@ def apart(whole: Path, other: Path) -> float:
     return max(difference(whole / "checkpoints", other / "checkpoints"), difference(*white))
 
 
-def resumed(site: Site, folder: Path, config: dict[str, Any], whole: Path, when: str) -> bool:
+def resumed(
+    site: Site, folder: Path, config: dict[str, Any], whole: Path, when: str, by: signal.Signals = signal.SIGKILL
+) -> bool:
     job_id = site.submit({**config, "scheduling": {"max_restarts": 1}})
-    pid = cut(site, folder, job_id, when, 3)
+    pid = cut(site, folder, job_id, when, 3, by)
     run_dir = site.completed(job_id)
     restarts = site.restarts(job_id)
     worst = apart(whole, run_dir)
-    print(f"kill -9 {pid} amid the {when}: restarted for {restarts}; max |difference| on both servers = {worst:g}", flush=True)
-    named = [f"server 'second' (white): the server's worker process (pid {pid}) died" in cause for cause in restarts]
-    return worst == 0.0 and named == [True]
+    print(
+        f"{by.name} {pid} amid the {when}: restarted for {restarts}; max |difference| on both servers = {worst:g}", flush=True
+    )
+    died = f"server 'second' (white): the server's worker process (pid {pid}) died"
+    words = died if by is signal.SIGKILL else "'white' on server 'second' held up the others in update "
+    return worst == 0.0 and [words in cause for cause in restarts] == [True]
 
 
 def failed(site: Site, folder: Path, config: dict[str, Any], when: str) -> bool:
@@ -165,7 +172,7 @@ def failed(site: Site, folder: Path, config: dict[str, Any], when: str) -> bool:
     took_s = time.monotonic() - began
     site.wait(job_id, lambda job: job["server"] is None and not job["servers"])
     left = [*processes_of(job_id), *processes_of(f"{job_id}-second")]
-    print(f"kill -9 {pid} amid the {when}: {job['state']} after {took_s:.1f} s: {job['cause']}; left: {left}", flush=True)
+    print(f"SIGKILL {pid} amid the {when}: {job['state']} after {took_s:.1f} s: {job['cause']}; left: {left}", flush=True)
     words = f"server 'second' (white): the server's worker process (pid {pid}) died"
     return job["state"] == "FAILED" and words in job["cause"] and not left
 
@@ -173,7 +180,7 @@ def failed(site: Site, folder: Path, config: dict[str, Any], when: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=["rollout", "update", "failed"])
+    parser.add_argument("--only", nargs="+", default=["rollout", "update", "failed", "hung"])
     arguments = parser.parse_args()
     right = True
     with tempfile.TemporaryDirectory() as name:
@@ -190,12 +197,15 @@ def main() -> None:
             site = Site(client, folder)
             (folder / "project" / "game.py").write_text(GAME.format(order=str(folder / "order.json")))
             kinds = [kind for kind in ("rollout", "update") if kind in arguments.only]
-            if kinds:
+            if kinds or "hung" in arguments.only:
                 began = time.monotonic()
                 whole = site.completed(site.submit(config))
                 print(f"whole run: {arguments.steps} steps in {time.monotonic() - began:.0f} s, its start included", flush=True)
             for when in kinds:
                 right &= resumed(site, folder, config, whole, when)
+            if "hung" in arguments.only:
+                patient = {**config, "turns": {"barrier_timeout_s": BARRIER_S}}
+                right &= resumed(site, folder, patient, whole, "update", signal.SIGSTOP)
             if "failed" in arguments.only:
                 for when in ("rollout", "update"):
                     right &= failed(site, folder, config, when)

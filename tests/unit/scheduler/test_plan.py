@@ -133,20 +133,24 @@ def test_an_idle_server_ends_its_job_in_the_jobs_own_way() -> None:
 
 def test_a_job_with_restarts_left_goes_back_into_the_queue_when_what_ran_it_is_lost() -> None:
     lost = DriverOutcome("the driver process died", lost=True)
+    stuck = DriverOutcome("'white' on server 'second' held up the others in update 3 for 31 s", "agent_stuck")
     for restarts, decision in ((1, Restart), (0, End)):
         running = replace(job(JobState.RUNNING), restarts_left=restarts)
         for servers, outcomes, cause in (
             ([], {}, "its server is gone"),
             ([replace(SERVER, fault="the worker died")], {}, "the worker died"),
             ([SERVER], {"j": lost}, "the driver process died"),
+            ([SERVER], {"j": stuck}, stuck.cause),
+            ([replace(SERVER, fault="the worker died")], {"j": stuck}, "the worker died"),
         ):
             (first, *_) = plan(Snapshot(0.0, NODES, [running], servers, outcomes))
             assert isinstance(first, decision)
             assert first.cause == cause
-    failed = {"j": DriverOutcome("no such environment")}
-    assert plan(Snapshot(0.0, NODES, [replace(running, restarts_left=9)], [SERVER], failed)) == [
-        End("j", JobState.FAILED, "no such environment")
-    ]
+    for cause, code in (("no such environment", ""), ("the driver of 'white' is lost: it left", "agent_lost")):
+        failed = {"j": DriverOutcome(cause, code)}
+        assert plan(Snapshot(0.0, NODES, [replace(running, restarts_left=9)], [SERVER], failed)) == [
+            End("j", JobState.FAILED, cause)
+        ]
 
 
 def test_a_restarted_job_waits_until_nothing_is_left_of_its_earlier_server() -> None:

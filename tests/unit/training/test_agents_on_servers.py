@@ -1,7 +1,8 @@
 """Agents of one job on several servers: each policy is made, sampled, trained and saved where its agent is."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Action
 from opentinker.env.load import load_environment
-from opentinker.errors import ConfigError, ServerLostError
+from opentinker.errors import AgentStuckError, ConfigError, ServerLostError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import Simultaneous
+from opentinker.training import updates
 from opentinker.training.agents import AgentsLoop
+from opentinker.training.run import _drive_agents
 
 OTHER_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
@@ -163,3 +166,87 @@ async def test_a_server_lost_amid_the_updates_releases_the_others_and_names_its_
         await loop.step()
     assert released.is_set(), "black's update does not hold up the end"
     assert loop.steps_done == 0
+
+
+async def connected(make_host: Any, make_config: Any, recorder: Any, barrier_timeout_s: float) -> tuple[AgentsLoop, Any, Any]:
+    own, second = make_host(), make_host()
+    job = config(make_config, turns={"barrier_timeout_s": barrier_timeout_s})
+    loop = await AgentsLoop.connect(job, load_environment(Trio), own, recorder, servers={"second": second})
+    return loop, own, second
+
+
+def train_after(policy: Any, ready: Callable[[], Awaitable[Any]]) -> asyncio.Event:
+    """The policy trains when `ready` has returned; what is set when it does so, or is not asked to any more."""
+    train, ended = policy.train_step, asyncio.Event()
+
+    async def waits(*args: Any, **more: Any) -> Any:
+        try:
+            await ready()
+            return await train(*args, **more)
+        finally:
+            ended.set()
+
+    policy.train_step = waits
+    return ended
+
+
+async def test_a_server_that_hangs_in_an_update_ends_the_run_and_is_named(make_host, make_config, recorder) -> None:
+    loop, own, second = await connected(make_host, make_config, recorder, 0.2)
+    trained = train_after(second.made["red"], lambda: asyncio.sleep(0))
+    train_after(own, trained.wait)  # so that red has published when somebody begins to wait
+    given_up = train_after(second, asyncio.Event().wait)
+    with pytest.raises(AgentStuckError, match=r"^'white' on server 'second' held up the others in update 0 for .* s") as caught:
+        await asyncio.wait_for(loop.run(2), 60)
+    assert "turns.barrier_timeout_s (0.2)" in caught.value.hint
+    assert given_up.is_set(), "nothing is left running"
+    assert loop.steps_done == 0
+
+
+async def test_a_server_that_is_slow_but_in_time_holds_up_nobody(make_host, make_config, recorder) -> None:
+    loop, own, second = await connected(make_host, make_config, recorder, 600.0)
+    trained = train_after(own, lambda: asyncio.sleep(0))
+    for policy in (second, second.made["red"]):
+        train_after(policy, trained.wait)
+    await loop.run(2)
+    assert loop.steps_done == 2
+
+
+async def test_agents_of_one_server_may_together_take_longer_than_one_server_may(
+    make_host, make_config, recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, queue = 0.0, asyncio.Lock()
+    monkeypatch.setattr(updates, "monotonic", lambda: now)
+    loop, own, second = await connected(make_host, make_config, recorder, 600.0)
+    trained = train_after(own, lambda: asyncio.sleep(0))
+
+    async def in_turn() -> None:
+        nonlocal now
+        await trained.wait()
+        async with queue:
+            now += 590.0
+            await asyncio.sleep(0)
+
+    for policy in (second, second.made["red"]):
+        train_after(policy, in_turn)
+    await loop.run(2)
+    assert (loop.steps_done, now) == (2, 4 * 590.0)
+
+
+def test_a_driver_does_not_go_back_to_a_server_that_hangs(make_config, tmp_path: Path) -> None:
+    """It would only wait behind the update. The scheduler restarts the job, with other servers."""
+    (tmp_path / "checkpoints" / "step-000002@2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000002@2" / "manifest.json").write_text("{}")
+    lives = []
+
+    class Life:
+        folder, steps_saved = tmp_path, (2,)
+
+        def drive(self, *_: Any, **__: Any) -> None:
+            lives.append(self)
+            raise AgentStuckError("'white' on server 'second' held up the others in update 3 for 31 s")
+
+    job = config(make_config, scheduling={"max_restarts": 3})
+    access = {"": {"endpoint": "http://x", "token": "t", "policy": "p"}}
+    with pytest.raises(AgentStuckError, match="'white' on server 'second'"):
+        _drive_agents(job, load_environment(Trio), lambda *_: Life(), access, None, False, 0.0)  # type: ignore[arg-type]
+    assert len(lives) == 1
