@@ -80,7 +80,7 @@ class Api:
             return
         status, headers = 200, []
         try:
-            answer = await self._answer(scope, receive)
+            answer = await self._answer_or_end(scope, receive)
             if isinstance(answer, bytes):
                 body, kind = answer, b"application/x-msgpack"
             else:
@@ -94,6 +94,15 @@ class Api:
         headers += [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    async def _answer_or_end(self, scope: Scope, receive: Receive) -> dict[str, Any] | bytes:
+        try:
+            return await self._answer(scope, receive)
+        except asyncio.CancelledError:
+            if not self._hub.draining:
+                raise
+            # uvicorn cancels what is under way when the server ends, such as a body that never comes whole.
+            raise UnavailableError("the server is shutting down") from None
 
     async def _answer(self, scope: Scope, receive: Receive) -> dict[str, Any] | bytes:
         path, method = scope["path"].rstrip("/") or "/", scope["method"]

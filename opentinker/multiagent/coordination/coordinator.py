@@ -58,6 +58,10 @@ class _Desk:
         self.channel.say(pack(list(word), "what an environment says"))
         self._news.set()
 
+    def wake(self) -> None:
+        """Let who waits look again."""
+        self._news.set()
+
     async def wait(self, timeout_s: float) -> None:
         """Until there is something to say."""
         self._news.clear()
@@ -216,8 +220,7 @@ class Coordinator:
             UnavailableError: the server is told to end.
             InvalidRequestError: something is missing.
         """
-        if self._stopped:
-            raise UnavailableError("the server is shutting down")
+        self._check_open()
         try:
             driver, name, agents = str(body["driver"]), str(body["run"]), dict(body["agents"])
             terms, steps = dict(body["terms"]), [int(step) for step in body["steps"]]
@@ -235,6 +238,7 @@ class Coordinator:
         _check_environment(about, seats, agents, terms)
         if driver not in self._desks:
             await self._wait_for_seats(name, driver, agents)
+            self._check_open()
         now = self._now()
         if driver in self._desks:  # it asks again, or has asked twice at once
             self._desks[driver].table.run.alive(driver, now)
@@ -257,6 +261,7 @@ class Coordinator:
 
         Raises:
             NotFoundError: there is no such driver (any more).
+            UnavailableError: it would wait for words, and the server is told to end.
             InvalidRequestError: the message is none.
         """
         try:
@@ -267,8 +272,11 @@ class Coordinator:
         desk = self._seen(body)
         for word in desk.channel.take(message):
             desk.table.said(desk, unpack(word), self._now())
-        await desk.wait(wait_s)
+        if not self._stopped:
+            await desk.wait(wait_s)
         self._seen(body)
+        if wait_s > 0 and not desk.channel.waiting:
+            self._check_open()
         heard, first, words = desk.channel.message()
         return {"heard": heard, "first": first, "words": words}
 
@@ -287,14 +295,21 @@ class Coordinator:
         return {"runs": [table.run.document(now) for table in self._tables.values()]}
 
     async def stop(self) -> None:
-        """End all runs, and take no more."""
+        """End all runs, and take no more; whoever waits is answered at once."""
         self._stopped = True
         for table in self._tables.values():
             table.run.fail(AgentLostError(f"run '{table.run.name}': the coordinator shuts down"))
             table.follow()
+        for desk in self._desks.values():
+            desk.wake()
         if self._ticking is not None:
             self._ticking.cancel()
         await asyncio.gather(*(table.close() for table in self._tables.values()), *self._closing, return_exceptions=True)
+
+    def _check_open(self) -> None:
+        """Raises: UnavailableError when the server is told to end."""
+        if self._stopped:
+            raise UnavailableError("the server is shutting down")
 
     def _seen(self, body: Mapping[str, Any]) -> _Desk:
         desk = self._desks.get(str(body.get("driver")))

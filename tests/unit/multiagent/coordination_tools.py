@@ -67,7 +67,7 @@ class Place:
         self.environment = environment
         loaded: Any = load_environment(environment)
         self.about = {"name": environment.__name__, **described(loaded)}
-        hub: Any = SimpleNamespace(info=self.about, settings=HostSettings())
+        hub: Any = SimpleNamespace(info=self.about, settings=HostSettings(), draining=False)
         self.app = Api(hub, Token(TOKEN))
         seats = Seats(environment.agents, environment.protocol)
 

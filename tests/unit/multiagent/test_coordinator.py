@@ -1,5 +1,6 @@
 """The coordinator's own time, and how it ends."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -124,6 +125,32 @@ async def test_a_server_that_ends_tells_its_drivers_and_takes_no_more(place) -> 
     assert state(coordinator) == ("ended", "run 'duel': the coordinator shuts down")
     with pytest.raises(UnavailableError):
         await coordinator.join(joining(place, "white"))
+
+
+async def test_a_server_that_ends_answers_whoever_waits_at_once(place) -> None:
+    """Whose run ends by it hears that; whose run was over, and who waits all the same, that there is nothing to wait for."""
+    coordinator = place.coordinator
+
+    def talk(run: str, **more: Any) -> Any:
+        return coordinator.talk({"driver": f"the-driver-in-{run}", "heard": 0, "first": 1, "words": [], **more})
+
+    await coordinator.join(joining(place, "black", run="duel", driver="the-driver-in-duel"))
+    await coordinator.join(joining(place, "black", run="over", driver="the-driver-in-over"))
+    await coordinator.join(joining(place, "white", run="over"))
+    told = await talk("over", words=[pack(["dance"])])
+    heard = len(told["words"])
+    waiting = [talk("duel", wait_s=30.0), talk("over", heard=heard, wait_s=30.0)]
+    a_seat = coordinator.join(joining(place, "black", driver="another-driver-of-black"))
+    asked = [asyncio.ensure_future(request) for request in (*waiting, a_seat)]
+    await asyncio.sleep(0)
+    await coordinator.stop()
+    told, *refused = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+    [word] = map(unpack, told["words"])
+    assert (word[0], word[1]["code"], word[1]["detail"]) == ("failed", "agent_lost", "run 'duel': the coordinator shuts down")
+    assert [(type(error), str(error)) for error in refused] == [(UnavailableError, "the server is shutting down")] * 2
+    assert (await talk("over", heard=heard))["words"] == [], "who says something and does not wait is confirmed"
+    with pytest.raises(UnavailableError):
+        await talk("over", heard=heard, wait_s=30.0)
 
 
 @pytest.mark.parametrize(

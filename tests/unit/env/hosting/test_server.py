@@ -13,14 +13,17 @@ import httpx
 import psutil
 import pytest
 from hosted_environments import TOOL, Doer, png
-from hosting_tools import TOKEN, Hosted, Serve, alive, command, until
+from hosting_tools import HERE, TOKEN, Hosted, Serve, alive, command, until
 from typer.testing import CliRunner
 
 from opentinker.cli.main import app
 from opentinker.env.environment import Action
+from opentinker.env.frames import pack, unpack
+from opentinker.env.load import load_environment
 from opentinker.env.remote import remote_environment
 from opentinker.errors import EnvironmentFailedError
 from opentinker.images import Image
+from opentinker.multiagent.seats import identity_of
 
 
 class Curl:
@@ -285,6 +288,40 @@ async def test_a_server_that_is_told_to_end_lets_sessions_end_and_leaves_no_proc
         assert await asyncio.to_thread(process.wait, 20) == 0
         await until(lambda: not any(alive(child) for child in children))
         assert log.read_text() == "closed\n"
+
+
+async def test_a_server_that_is_told_to_end_amid_requests_answers_them_and_prints_no_traceback() -> None:
+    """The long poll of a driver whose run is over, and a body that never comes whole."""
+    hosts = f"{HERE}/hosted_games.py:Digits"
+    terms = {f"environment.{key}": value for key, value in identity_of(load_environment(hosts), {}).items()}
+    with command("--drain", "60", name=hosts) as (process, url, token):
+        headers = {"Authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=50) as client:
+
+            async def coordinated(path: str, agent: str, **body: Any) -> httpx.Response:
+                return await client.post(f"/coordinator{path}", content=pack({"driver": f"the-driver-of-{agent}", **body}))
+
+            for agent in ("black", "white"):
+                seat = {"run": "duel", "agents": {agent: "policy"}, "terms": terms, "steps": [0]}
+                assert (await coordinated("/join", agent, **seat)).is_success
+            talked = await coordinated("/talk", "black", heard=0, first=1, words=[pack(["dance"])])
+            heard = len(unpack(talked.content)["words"])
+            reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+            head = f"POST /step HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\ncontent-length: 100\r\n\r\n"
+            writer.write(head.encode() + b"{")
+            polling = asyncio.ensure_future(coordinated("/talk", "black", heard=heard, first=2, words=[], wait_s=30.0))
+            assert (await client.post("/reset", json={"task": {}})).is_success  # a session, for which the server drains
+            process.send_signal(signal.SIGINT)
+            answer = await polling
+            assert (answer.status_code, answer.json()["detail"]) == (503, "the server is shutting down")
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert b"503" in await asyncio.wait_for(reader.readline(), 20)
+            writer.close()
+        out, _ = await asyncio.to_thread(process.communicate)
+        assert process.returncode == 0
+        assert "stopping" in out
+        assert "Traceback" not in out
 
 
 async def test_a_server_whose_parent_is_killed_leaves_no_worker() -> None:
