@@ -149,8 +149,8 @@ class RemoteScheduler:
     async def stop(self, owner: str, job_id: str, by: Caller | None = None) -> dict[str, Any]:
         return await _answer(self._handle.stop.remote(owner, job_id, by))
 
-    async def logs(self, owner: str, job_id: str, offset: int, source: LogSource | None) -> dict[str, Any]:
-        return await _answer(self._handle.logs.remote(owner, job_id, offset, source))
+    async def logs(self, owner: str, job_id: str, offset: int, source: LogSource | None, server: str = "") -> dict[str, Any]:
+        return await _answer(self._handle.logs.remote(owner, job_id, offset, source, server))
 
     async def metrics(self, owner: str, job_id: str, after: int) -> dict[str, Any]:
         return await _answer(self._handle.metrics.remote(owner, job_id, after))

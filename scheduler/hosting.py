@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from opentinker.errors import NotFoundError
 from opentinker.scheduler.records import Job, Policy, Server
 from opentinker.scheduler.states import ServerState
 from opentinker.scheduler.store import JobStore
@@ -36,6 +37,14 @@ def server_folder(run_dir: Path, name: str) -> Path:
     """Where a server of a job writes its log: the run's folder, or below it one for each further server, so that what copies
     a server's folder from its node touches no other's."""
     return run_dir / "servers" / name if name else run_dir
+
+
+def check_further(job: Job, name: str) -> None:
+    """Raises: NotFoundError when the job has no server of that name beside its own."""
+    names = [amounts.name for amounts in job.further]
+    if name not in names:
+        there = f"beside its own it has {', '.join(names)}" if names else "it has none beside its own"
+        raise NotFoundError(f"job {job.id} has no server '{name}'", hint=there)
 
 
 def process_mark(job_id: str, name: str) -> str:

@@ -24,7 +24,7 @@ from opentinker.scheduler.checkpoint_views import checkpoint_views, no_job
 from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.gpu_use import GpuUseReader
-from opentinker.scheduler.hosting import hosts_of, released
+from opentinker.scheduler.hosting import check_further, hosts_of, released, server_folder
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.layouts import held_by
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
@@ -218,10 +218,23 @@ class SchedulerService:
         self.users.note(by, "job.stop" if what == "stopped" else "job.cancel", f"{job.owner}/{job.id}")
         return f"{what} by {by.name}"
 
-    async def logs(self, owner: str, job_id: str, offset: int = 0, source: LogSource | None = None) -> dict[str, Any]:
-        """{"text", "offset", "finished"}: a log of the job from a byte offset on; by default what `log_path` finds."""
+    async def logs(
+        self, owner: str, job_id: str, offset: int = 0, source: LogSource | None = None, server: str = ""
+    ) -> dict[str, Any]:
+        """{"text", "offset", "finished"}: a log of the job from a byte offset on; by default what `log_path` finds, and with
+        `server` that of this one beside its own.
+
+        Raises:
+            NotFoundError: the job has no such server.
+            InvalidRequestError: a driver's log is asked for of a server.
+        """
         job = self._owned(owner, job_id)
-        run_dir = Path(job.run_dir)
+        if server:
+            check_further(job, server)
+            if source == "driver":
+                raise InvalidRequestError("a driver's log is the job's, and no server's", hint="leave `server` out")
+            source = "server"
+        run_dir = server_folder(Path(job.run_dir), server)
         here = self._all_here(job)
         find = partial(log_path, run_dir, source, has_driver=_driven(job), ended=job.state.ended, all_here=here)
         told = source is not None or not _driven(job) or not job.state.ended  # then no file has to be looked for

@@ -1,6 +1,8 @@
 """`opentinker logs`: what a job's driver and environment printed."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +20,7 @@ from opentinker.cli.common import (
     print_json,
 )
 from opentinker.cli.patience import Patience
-from opentinker.client.scheduler import SchedulerClient
+from opentinker.errors import ConfigError
 
 POLL_S = 0.5
 
@@ -27,6 +29,14 @@ def logs(
     job_id: JobArgument,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,
     server: Annotated[bool, typer.Option("--server", help="What the job's server wrote, not its driver.")] = False,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="SERVER",
+            help="With --server: which of those that `servers` in its config names; else it is the job's own.",
+            show_default=False,
+        ),
+    ] = "",
     as_json: JsonOption = False,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -34,23 +44,28 @@ def logs(
 ) -> None:
     """Print a job's log, also of one that has ended. --json prints lines of {"text", "offset"}.
 
+    With --server, and a name behind it, it is the log of one of the servers that the job has beside its own.
     With --follow it survives a restart of the scheduler: it reconnects for up to two minutes and goes on where it was.
     """
+    if name and not server:
+        raise ConfigError(
+            f"'{name}' says which server, and --server is missing", hint=f"opentinker logs {job_id} --server {name}"
+        )
     patience = Patience()
     with connected(url, key, state_dir) as client:
         job = patience.ask(lambda: client.job(job_id))
         _explain(job, follow)
-        _print(client, patience, job_id, "server" if server else None, follow, as_json)
+        _print(partial(client.logs, job_id, source="server" if server else None, server=name), patience, follow, as_json)
         if follow:
             job = patience.ask(lambda: client.job(job_id))
             err.print(f"{job_id} {job['state']}" + (f": {job['cause']}" if job["cause"] else ""), soft_wrap=True, markup=False)
 
 
-def _print(client: SchedulerClient, patience: Patience, job_id: str, source: str | None, follow: bool, as_json: bool) -> None:
+def _print(read: Callable[..., dict[str, Any]], patience: Patience, follow: bool, as_json: bool) -> None:
     offset = 0
     while True:
         at = offset
-        answer = patience.ask(lambda: client.logs(job_id, offset=at, source=source))  # noqa: B023
+        answer = patience.ask(partial(read, offset=at))
         offset = answer["offset"]
         if offset > at:
             if as_json:

@@ -114,10 +114,15 @@ class SchedulerClient:
         says so."""
         return self._call("POST", f"{_path(job_id)}/stop")
 
-    def logs(self, job_id: str, *, offset: int = 0, source: str | None = None) -> dict[str, Any]:
+    def logs(self, job_id: str, *, offset: int = 0, source: str | None = None, server: str = "") -> dict[str, Any]:
         """{"text", "offset", "finished"}; `offset` continues where an earlier answer ended. `source` is "driver" or "server";
-        None = the driver's, or the server's where there is no driver."""
-        chosen = {} if source is None else {"source": source}
+        None = the driver's, or the server's where there is no driver. `server` is one beside the job's own, whose log
+        it is then.
+
+        Raises:
+            NotFoundError: the job has no such server; the hint names those that it has.
+        """
+        chosen = {**({"source": source} if source else {}), **({"server": server} if server else {})}
         return self._call("GET", f"{_path(job_id)}/logs", params={"offset": offset, **chosen})
 
     def metrics(self, job_id: str, *, after: int = 0) -> dict[str, Any]:

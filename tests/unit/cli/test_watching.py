@@ -251,6 +251,24 @@ def test_logs_of_an_ended_job_are_whole(live: Any) -> None:
     assert chunks[-1]["offset"] == len(text.encode())
 
 
+def test_logs_of_a_further_server_are_shown_by_its_name(live: Any) -> None:
+    agents = {"black": {}, "white": {"server": "second"}}
+    several = {"environment": {"name": "gomoku_duel"}, "lora": {"rank": 4}, "servers": {"second": {}}, "agents": agents}
+    live.world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=2)]
+    job = live.submit(**several)
+    folder = Path(job["run_dir"], "servers", "second")
+    folder.mkdir(parents=True)
+    (folder / "server.log").write_text("the second\n")
+    Path(job["run_dir"], "server.log").write_text("its own\n")
+    assert run(live, "logs", job["id"], "--server", "second").stdout == "the second\n"
+    assert run(live, "logs", job["id"], "--server").stdout == run(live, "logs", "--server", job["id"]).stdout == "its own\n"
+    unknown = run(live, "logs", job["id"], "--server", "third")
+    assert unknown.exit_code == 1
+    assert f"job {job['id']} has no server 'third'" in unknown.stderr
+    assert "beside its own it has second" in unknown.stderr
+    assert f"opentinker logs {job['id']} --server second" in run(live, "logs", job["id"], "second").stderr
+
+
 def test_logs_of_an_interactive_job_are_said_to_be_elsewhere(live: Any) -> None:
     job = live.submit("interactive")
     assert "a process of yours" in run(live, "logs", job["id"]).stderr

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opentinker.config.job import parse_job
-from opentinker.errors import ConfigError, TrainerError
+from opentinker.errors import ConfigError, InvalidRequestError, NotFoundError, TrainerError
 from opentinker.scheduler.layouts import further_amounts, gang, requests_of, total, whole
 from opentinker.scheduler.placement import Allocation, Demand, Node
 from opentinker.scheduler.plan import End, FaultKind, JobView, Restart, Run, ServerView, Snapshot, Start, Stop, Wait, plan
@@ -178,6 +178,38 @@ async def test_a_job_with_two_servers_is_one_job_from_its_start_to_its_end(world
 
 
 THREE = {"agents": {"black": {}, "white": {"server": "second"}, "red": {"server": "third"}}}
+
+
+async def test_logs_of_further_servers_are_found_by_their_names(world: Any) -> None:
+    slots(world, 2)
+    job = await world.service.submit("ann", config())
+
+    async def read(**asked: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = await world.service.logs("ann", job["id"], **asked)
+        return answer
+
+    assert (await read(server="second"))["text"] == "", "it has not begun"
+
+    def write(log: str, text: str) -> None:
+        path = Path(job["run_dir"], log)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    write("servers/second/server.log", "the second\n")
+    write("server.log", "its own\n")
+    assert (await read(source="server"))["text"] == "its own\n"
+    assert (await read(server="second"))["text"] == (await read(source="server", server="second"))["text"] == "the second\n"
+    assert (await read(server="second", offset=11))["text"] == ""
+    for odd in ("third", "..", "second/../second"):
+        with pytest.raises(NotFoundError, match=f"job {job['id']} has no server '{odd}'") as caught:
+            await read(server=odd)
+        assert caught.value.hint == "beside its own it has second"
+    with pytest.raises(InvalidRequestError, match="no server's"):
+        await read(source="driver", server="second")
+    alone = await world.service.submit("ann", {"kind": "interactive", "base_model": "some-model"})
+    with pytest.raises(NotFoundError, match="has no server 'second'") as caught:
+        await world.service.logs("ann", alone["id"], server="second")
+    assert caught.value.hint == "it has none beside its own"
 
 
 async def test_the_checkpoints_of_all_servers_are_listed_and_each_can_be_started_from(world: Any) -> None:
