@@ -1,5 +1,6 @@
 """Jobs with several servers: all of them are placed, started, watched, saved and stopped as one."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opentinker.config.job import parse_job
-from opentinker.errors import ConfigError, InvalidRequestError, NotFoundError, TrainerError
+from opentinker.errors import AgentStuckError, ConfigError, InvalidRequestError, NotFoundError, TrainerError
 from opentinker.scheduler.layouts import further_amounts, gang, requests_of, total, whole
 from opentinker.scheduler.placement import Allocation, Demand, Node
-from opentinker.scheduler.plan import End, FaultKind, JobView, Restart, Run, ServerView, Snapshot, Start, Stop, Wait, plan
+from opentinker.scheduler.plan import (
+    DriverOutcome,
+    End,
+    FaultKind,
+    JobView,
+    Restart,
+    Run,
+    ServerView,
+    Snapshot,
+    Start,
+    Stop,
+    Wait,
+    plan,
+)
 from opentinker.scheduler.records import Job
 from opentinker.scheduler.states import JobState, ServerState
 
@@ -251,6 +265,31 @@ async def test_a_lost_server_is_named_with_its_agent_and_restarts_both(world: An
     assert job["cause"] == "the job's own server (black): the server's front process died"
     await world.until_free(2)
     assert world.launcher.servers == {}
+
+
+async def test_a_server_that_hangs_restarts_both_and_is_not_waited_for(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots(world, 2)
+    job = await world.service.submit("ann", config(scheduling={"max_restarts": 1}))
+    job = await world.reach(job, "RUNNING", "ann")
+    first, probe = job["server"]["id"], world.launcher.probe
+
+    async def silent(server_id: str) -> Any:
+        return await (asyncio.Event().wait() if server_id == f"{first}-second" else probe(server_id))
+
+    monkeypatch.setattr(world.launcher, "probe", silent)
+    await world.until(lambda: job["id"] in world.launcher.ends)
+    cause = "'white' on server 'second' held up the others in update 3 for 30 s"
+    world.launcher.ends[job["id"]].set_result(DriverOutcome(cause, AgentStuckError.code))
+    job = await world.reach(job, "QUEUED", "ann")
+    job = await world.reach(job, "RUNNING", "ann")
+    assert set(world.launcher.servers) == {job["server"]["id"], f"{job['server']['id']}-second"} != {first, f"{first}-second"}
+    events = await world.service.events("ann", job["id"])
+    assert [event["detail"] for event in events if event["kind"] == "restarting"] == [cause]
+    await world.until(lambda: job["id"] in world.launcher.ends)
+    assert world.launcher.drivers[job["id"]].resume
+    world.launcher.ends[job["id"]].set_result(DriverOutcome(cause, AgentStuckError.code))
+    job = await world.reach(job, "FAILED", "ann")
+    assert job["cause"] == cause
 
 
 async def test_one_server_that_refuses_to_start_fails_the_job_at_once(world: Any) -> None:
