@@ -13,6 +13,9 @@ from opentinker.errors import AgentStuckError
 from opentinker.multiagent.phases import Moment
 from opentinker.training.learner import Learned
 
+LAST_LOOK_S = 1.0
+"""How long what has arrived may take to be read, before a server is said to be late: this process may have stood still."""
+
 
 @dataclass(frozen=True)
 class Straggler:
@@ -90,17 +93,19 @@ async def together(
         return learned
 
     tasks = {name: asyncio.ensure_future(finished(name, update)) for name, update in updates.items()}
-    running = set(tasks.values())
+    running, last_look = set(tasks.values()), False
     try:
         while running:
             at = stragglers.next_late_at()
-            left_s = None if at is None else max(0.0, at - monotonic())
+            left_s = None if at is None else LAST_LOOK_S if last_look else max(0.0, at - monotonic())
             _, running = await asyncio.wait(running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks.values():
                 if task.done():
                     task.result()
-            if late := stragglers.late(now := monotonic()):
+            late = stragglers.late(now := monotonic())
+            if late and last_look:
                 raise _stuck(late, moment, now - (stragglers.waited_since or now), timeout_s)
+            last_look = bool(late)
         return {name: task.result() for name, task in tasks.items()}
     finally:
         for task in tasks.values():

@@ -1,6 +1,7 @@
 """The updates of a step: who holds up the others, and that whatever ends them leaves none behind."""
 
 import asyncio
+import time
 from collections.abc import Awaitable
 
 import pytest
@@ -102,6 +103,7 @@ class Updates:
         self.may_end = {name: asyncio.Event() for name in TRIO}
         self.running: set[str] = set()
         self.under_way = asyncio.Event()
+        self.ended = {name: asyncio.Event() for name in TRIO}
 
     def all(self) -> dict[str, Awaitable[Learned]]:
         return {name: self.one(name) for name in TRIO}
@@ -115,6 +117,7 @@ class Updates:
             return learned()
         finally:
             self.running.remove(name)
+            self.ended[name].set()
 
 
 async def test_the_result_is_by_agent_in_the_order_of_the_agents() -> None:
@@ -144,6 +147,20 @@ async def test_the_jobs_own_server_may_be_the_one_that_hangs() -> None:
     with pytest.raises(AgentStuckError, match=r"^'black' on the job's own server held up"):
         await together(those.all(), TRIO, U3, 0.05)
     assert not those.running
+
+
+async def test_nobody_is_late_because_this_process_stood_still() -> None:
+    """As after Ctrl-Z: what ended meanwhile is heard of only after the time is up."""
+    those = Updates()
+    waiting = asyncio.ensure_future(together(those.all(), TRIO, U3, 0.05))
+    await those.under_way.wait()
+    those.may_end["black"].set()
+    await those.ended["black"].wait()
+    loop = asyncio.get_running_loop()
+    for name in ("white", "red"):
+        loop.call_later(0.1, those.may_end[name].set)
+    time.sleep(0.2)  # noqa: ASYNC251 - that is the point
+    assert list(await waiting) == list(TRIO)
 
 
 async def test_an_update_that_fails_ends_the_others_and_is_the_error() -> None:
