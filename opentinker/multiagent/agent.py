@@ -7,9 +7,10 @@ from opentinker.env.environment import Message
 from opentinker.multiagent.coordination.seat import RemotePlayer, RemoteSeat
 from opentinker.multiagent.players import Player
 from opentinker.multiagent.shared import Earned
+from opentinker.rollout.episode import episode_of
 from opentinker.rollout.machine import DeadlinePassed, EpisodeMachine, Failed, Finish
 from opentinker.rollout.sampler import Sampler
-from opentinker.rollout.types import Episode, Termination
+from opentinker.rollout.types import Episode
 
 
 @dataclass
@@ -55,40 +56,9 @@ class Agent:
         """What `episode_of` says of it, once its machine has ended."""
         assert self.machine is not None
         assert self.sampler is not None
-        return episode_of(self.machine, task, member, aborted, generation_s=self.sampler.seconds, environment_s=environment_s)
-
-
-def episode_of(
-    machine: EpisodeMachine,
-    task: Any,
-    member: int,
-    aborted: DeadlinePassed | Failed | None,
-    *,
-    generation_s: float,
-    environment_s: float,
-) -> Episode:
-    """The episode of an agent whose machine has ended; `aborted` says why the whole is void, if it is."""
-    assert isinstance(machine.pending, Finish), "every machine has ended"
-    termination, error = machine.pending.termination, machine.error
-    if aborted is not None and termination.trains:  # it had left before, and may have earned more
-        late = isinstance(aborted, DeadlinePassed)
-        termination, error = Termination.ERROR_TIMEOUT if late else Termination.ERROR_ENV, aborted.error
-    return Episode(
-        task=task,
-        member=member,
-        termination=termination,
-        trajectories=machine.trajectories,
-        messages=machine.messages,
-        rewards=machine.rewards,
-        metrics=machine.metrics,
-        components=machine.components,
-        tools=machine.tools,
-        error=error,
-        prefix_breaks=machine.prefix_breaks,
-        reward_without_turn=machine.early_reward,
-        generation_s=generation_s,
-        environment_s=environment_s,
-    )
+        return episode_of(
+            self.machine, task, member, generation_s=self.sampler.seconds, environment_s=environment_s, aborted=aborted
+        )
 
 
 def _sum(one: Earned, other: Earned) -> Earned:

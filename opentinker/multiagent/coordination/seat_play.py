@@ -9,9 +9,9 @@ from typing import Any
 from opentinker.config.agents import TurnsConfig
 from opentinker.config.rollout import RolloutConfig
 from opentinker.errors import DeadlineError, EnvironmentFailedError, UnavailableError
-from opentinker.multiagent.agent import episode_of
 from opentinker.multiagent.coordination.words import Answer, Taken
 from opentinker.multiagent.players import PolicyPlayer, SeedOfTurn
+from opentinker.rollout.episode import episode_of
 from opentinker.rollout.machine import (
     ActionSampled,
     Cancelled,
@@ -74,9 +74,9 @@ class SeatPlay:
             self._machine,
             self._task,
             member,
-            event.aborted,
             generation_s=self._sampler.seconds,
             environment_s=event.environment_s,
+            aborted=event.aborted,
         )
 
     async def _next(self) -> Event | Taken | Over:
