@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from opentinker.errors import DeadlineError, UnavailableError
+from opentinker.ports import bind
 
 START_S = 30.0
 STOP_S = 5.0
@@ -48,14 +48,7 @@ class Listener:
             UnavailableError: the port cannot be bound.
             DeadlineError: the app does not start.
         """
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((self._host, self._port))
-        except OSError as error:
-            bound.close()
-            raise UnavailableError(f"cannot listen on {self._host}:{self._port}: {error.strerror}") from error
+        bound, endpoint = bind(self._host, self._port)
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
         try:
             async with asyncio.timeout(START_S):
@@ -65,8 +58,7 @@ class Listener:
                     await asyncio.sleep(0.005)
         except TimeoutError:
             raise DeadlineError(f"the HTTP server did not start within {START_S:.0f} s") from None
-        name = f"[{self._host}]" if family == socket.AF_INET6 else self._host
-        return f"http://{name}:{bound.getsockname()[1]}"
+        return endpoint
 
     @property
     def alive(self) -> bool:

@@ -1,20 +1,17 @@
-"""The worker: one compute thread that owns the engine and the trainer, behind a thread-safe inbox and outbox. Where the engine
-has a process of its own, a second thread samples while the first computes."""
+"""The worker: one compute thread that owns the engine and the trainer. Where the engine has a process of its own, a second
+thread samples while the first computes."""
 
 import asyncio
 import dataclasses
 import logging
-import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from opentinker.client.messages import ImageChunk, IntArray, SampleResult
-from opentinker.errors import DeadlineError, EngineError, ImageMissingError, OpenTinkerError, ServerLostError, TrainerError
+from opentinker.errors import EngineError, ImageMissingError, OpenTinkerError, ServerLostError, TrainerError
+from opentinker.server.compute_thread import ComputeThread, explained
 from opentinker.server.engine.base import SampleRefused
 from opentinker.server.engine.remote import RemoteEngine
 from opentinker.server.execute import execute
@@ -29,23 +26,16 @@ PUMP_S = 1.0
 """Longest wait for an engine in another process before its running requests are looked at again."""
 
 
-class Worker:
+class Worker(ComputeThread[Parts, Work, Completion]):
     """Runs commands in the order of arrival; between them, samples, or beside them, where the engine is elsewhere. All methods
-    may be called from any thread.
+    may be called from any thread."""
 
-    `build` makes the engine and the trainer; it runs in the compute thread, because both keep per-thread state.
-    """
+    role = "worker"
+    loads = "the engine and the trainer"
 
     def __init__(self, build: Callable[[], Parts]) -> None:
-        self._build = build
-        self._changed = threading.Condition()
-        self._inbox: deque[Work] = deque()
-        self._outbox: list[Completion] = []
+        super().__init__(build)
         self._running: dict[str, Running] = {}
-        self._ready = threading.Event()
-        self._stopping = False
-        self._ended = False
-        self._error: BaseException | None = None
         self._state: State
         self._images: ImageStore | None = None
         self._pinned: dict[str, tuple[str, ...]] = {}
@@ -56,7 +46,6 @@ class Worker:
         """Held by the thread that uses an engine that is elsewhere, the running requests or the versions of policies."""
         self._claimed = False
         """The thread that runs commands wants that turn."""
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     def start(self, timeout_s: float) -> Parts:
         """Build, and return what was built when work is accepted.
@@ -65,11 +54,7 @@ class Worker:
             DeadlineError: it took longer than `timeout_s`.
             Whatever `build` raises.
         """
-        self._thread.start()
-        if not self._ready.wait(timeout_s):
-            raise DeadlineError(f"the engine and the trainer did not load within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
+        self._await_built(timeout_s)
         return self._state.parts
 
     def submit(self, work: Sequence[Work]) -> None:
@@ -117,74 +102,24 @@ class Worker:
             self._images.pin(hashes)
             self._pinned[work.operation] = hashes
 
-    def collect(self, timeout_s: float) -> list[Completion]:
-        """Completions since the last call; waits up to `timeout_s` for the first.
+    def _take(self, built: Parts) -> None:
+        self._images = built.images
+        self._state = State(built, pump=self._step, fail=self._fail_running, running=self._running)
+        if built.apart is not None:
+            self._gate = SampleGate()
+            self._state.pump, self._state.turn = self._await_step, self._turn
 
-        Raises:
-            ServerLostError: the worker has stopped.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._outbox or self._ended or self._error is not None, timeout_s)
-            if not self._outbox:
-                self._check()
-            completions, self._outbox = self._outbox, []
-            return completions
+    def _work(self) -> None:
+        if self._gate is not None and (engine := self._state.parts.apart) is not None:
+            self._run_beside(engine, self._gate)
+        while not self._stopping:
+            self._advance()
 
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """End the compute thread after the work item or engine step in progress; idempotent.
-
-        Raises:
-            DeadlineError: it is still busy after `timeout_s`.
-        """
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise DeadlineError(f"the compute thread did not end within {timeout_s:.0f} s")
-
-    def _check(self) -> None:
-        if isinstance(self._error, ServerLostError):
-            raise self._error
-        if self._error is not None:
-            raise ServerLostError(f"the server's worker failed: {self._error!r}")
-        if self._stopping:
-            raise ServerLostError("the server's worker was stopped")
-
-    def _run(self) -> None:
-        # OMP_NUM_THREADS is this process's share of the cores, if whoever started it gave it one.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-        try:
-            parts = self._build()
-        except BaseException as error:
-            log.exception("the engine and the trainer did not load")
-            self._error = error
-            self._ready.set()
-            return
-        self._images = parts.images
-        self._state = State(parts, pump=self._step, fail=self._fail_running, running=self._running)
-        gate = None if parts.apart is None else SampleGate()
-        if gate is not None:
-            self._state.pump, self._state.turn, self._gate = self._await_step, self._turn, gate
-        self._ready.set()
-        try:
-            if parts.apart is not None and gate is not None:
-                self._run_beside(parts.apart, gate)
-            while not self._stopping:
-                self._advance()
-        except BaseException as error:
-            log.exception("compute thread failed")
-            self._error = error
-        finally:
-            try:
-                if parts.training is not None:
-                    parts.training.close()
-                parts.engine.close()
-            finally:
-                with self._changed:
-                    self._ended = True
-                    self._changed.notify_all()
+    def _close(self) -> None:
+        parts = self._state.parts
+        if parts.training is not None:
+            parts.training.close()
+        parts.engine.close()
 
     def _advance(self) -> None:
         """Wait for something to do, and do one thing."""
@@ -283,14 +218,14 @@ class Worker:
         try:
             self._state.start(work)
         except Exception as error:
-            self._fail([work.operation], _explained(error, EngineError, "the engine refused a request"))
+            self._fail([work.operation], explained(error, EngineError, "the engine refused a request"))
 
     def _execute(self, work: CommandWork) -> None:
         try:
             result = execute(self._state, work)
         except Exception as error:
             kind = EngineError if work.command == "publish" else TrainerError
-            self._fail([work.operation], _explained(error, kind, f"{work.command} failed"))
+            self._fail([work.operation], explained(error, kind, f"{work.command} failed"))
             if isinstance(error, ServerLostError):
                 raise  # nothing can be done here any more; the scheduler starts another server, or fails the job
         else:
@@ -309,7 +244,7 @@ class Worker:
             raise  # there is no engine any more
         except Exception as error:
             ended = len(self._running)
-            self._drop_running(_explained(error, EngineError, "the engine failed"))
+            self._drop_running(explained(error, EngineError, "the engine failed"))
             return ended
         # One that has failed meanwhile has its answer.
         known = [answer for answer in answers if answer.request_id in self._running]
@@ -347,8 +282,7 @@ class Worker:
                 for completion in completions:
                     if self._images is not None:
                         self._images.unpin(self._pinned.pop(completion.operation, ()))
-                self._outbox.extend(completions)
-                self._changed.notify_all()
+                self._give(completions)
 
 
 def image_hashes(work: Work) -> Iterator[str]:
@@ -362,14 +296,6 @@ def image_hashes(work: Work) -> Iterator[str]:
         for chunk in chunks if isinstance(chunks, list | tuple) else ():
             if isinstance(chunk, dict) and chunk.get("kind") == "image" and isinstance(chunk.get("sha256"), str):
                 yield chunk["sha256"]
-
-
-def _explained(error: Exception, kind: type[OpenTinkerError], what: str) -> OpenTinkerError:
-    """Errors of ours as they are; anything else is logged and wrapped."""
-    if isinstance(error, OpenTinkerError):
-        return error
-    log.error("%s", what, exc_info=error)
-    return kind(f"{what}: {error!r}", hint="the server's log has the traceback: `opentinker logs JOB --server`")
 
 
 class InProcessWorker:

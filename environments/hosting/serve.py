@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from opentinker.environments.hosting.hub import Hub
 from opentinker.environments.hosting.settings import HostSettings
 from opentinker.environments.hosting.stream import Stream
 from opentinker.errors import UnavailableError
+from opentinker.ports import bind
 
 KEEP_ALIVE_S = 75
 STOP_S = 5.0
@@ -60,7 +60,7 @@ class EnvironmentServer:
             UnavailableError: the port cannot be bound.
             EnvironmentLoadError: the class cannot be loaded.
         """
-        bound = self._bind()
+        bound, self.url = bind(self._host, self._port)
         try:
             await self.hub.start()
         except BaseException:
@@ -109,19 +109,6 @@ class EnvironmentServer:
         """The address by which the server reaches itself."""
         anywhere = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}
         return f"http://{anywhere[self._host]}:{self.url.rpartition(':')[2]}" if self._host in anywhere else self.url
-
-    def _bind(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((self._host, self._port))
-        except OSError as error:
-            bound.close()
-            raise UnavailableError(f"cannot listen on {self._host}:{self._port}: {error.strerror}") from error
-        name = f"[{self._host}]" if family == socket.AF_INET6 else self._host
-        self.url = f"http://{name}:{bound.getsockname()[1]}"
-        return bound
 
 
 def run(server: EnvironmentServer, on_ready: Callable[[EnvironmentServer], None], on_drain: Callable[[int], None]) -> None:

@@ -138,18 +138,6 @@ def bound_elsewhere(agent: Any) -> bool:
     return any(fields.get(name) for name in ("policy", "script", "pool", "model"))
 
 
-def fields_of(agent: Any) -> Mapping[str, Any]:
-    """The fields of an agent's config, validated or not."""
-    return agent if isinstance(agent, Mapping) else vars(agent) if isinstance(agent, AgentConfig) else {}
-
-
-def places_of_pool(agent: Any) -> int:
-    """How many policies the pool of an agent's config, validated or not, needs on the server; 0 if it has none, or a wrong
-    one."""
-    pool = agent.get("pool") if isinstance(agent, Mapping) else getattr(agent, "pool", None)
-    if isinstance(pool, PoolConfig):
-        return pool.places
-    try:
-        return PoolConfig.model_validate(pool).places if pool else 0
-    except ValueError:
-        return 0
+def fields_of(config: Any) -> Mapping[str, Any]:
+    """The fields of a config, validated or not; none of what is no config."""
+    return config if isinstance(config, Mapping) else vars(config) if isinstance(config, Config) else {}

@@ -1,11 +1,9 @@
 """The config of who meets whom, besides training."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from opentinker.config.agents import bound_elsewhere, fields_of
 from opentinker.config.base import Config, Count
 
 
@@ -31,19 +29,3 @@ class ArenaConfig(Config):
     score: Literal["auto", "won", "reward"] = "auto"
     """'won': 1 for a game that reports `won`, 0 for `lost`, 0.5 for others; between two players, and then there are ratings.
     'reward': what a player earned, which nobody has to lose. 'auto' = 'won' where two play and games report it."""
-
-
-def places_of_arena(arena: Any, agents: Mapping[str, Any]) -> int:
-    """Policies beside those of these agents that an arena needs on their server, its config validated or not; 0 if there is
-    none, or a wrong one."""
-    if arena is None:
-        return 0
-    try:
-        found = ArenaConfig.model_validate(arena)
-    except ValidationError:
-        return 0
-    fields = [fields_of(agent) for agent in agents.values() if not bound_elsewhere(agent)]
-    learners = [agent for agent in fields if not (agent.get("frozen") or agent.get("checkpoint"))]
-    if not found.past or not learners:
-        return 0
-    return 1 if found.seats == "all" else len(learners)

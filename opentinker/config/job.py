@@ -7,11 +7,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from opentinker.config.agent_checks import (
+    check_algorithms,
+    check_judged,
+    check_meeting,
+    check_one_agent,
+    check_places,
+    check_players,
+    check_room_to_answer,
+    check_servers,
+)
 from opentinker.config.agents import Address, AgentConfig, TurnsConfig
 from opentinker.config.algorithms import AlgorithmConfig, GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import Config, nearest, parse_config
 from opentinker.config.coordination import CoordinatorConfig
+from opentinker.config.layout_checks import check_layout
+from opentinker.config.places import with_room
 from opentinker.config.preference import (
     BradleyTerryConfig,
     DPOConfig,
@@ -36,11 +48,7 @@ from opentinker.config.server import (
 from opentinker.config.servers import (
     FurtherServerConfig,
     Servers,
-    check_places,
-    check_servers,
-    no_room,
     part_error,
-    places_on,
     whole_servers,
 )
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
@@ -70,28 +78,6 @@ class JobConfig(Config):
     resources: Resources = Resources()
     scheduling: Scheduling = Scheduling()
 
-    @property
-    def own_policy(self) -> str | None:
-        """The agent that has the job's own policy; None where there are no agents."""
-        return None
-
-    @property
-    def starts(self) -> dict[tuple[str, ...], str]:
-        """The checkpoints that this config names, by the keys that lead to where it does."""
-        return {("start_from",): self.start_from} if self.start_from else {}
-
-    def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
-        """The adapter that the checkpoint named there has to have; 'any' = that is known only when it is loaded."""
-        return self.lora
-
-    def kinds_for_start(self, where: tuple[str, ...], model: str | None) -> Collection[str]:
-        """Of which kinds, 'full' and 'lora', a checkpoint named there may be; its base model is None if that is not known."""
-        return {_kind(self.lora_of_start(where) is not None)}
-
-    def lora_of_policy(self, policy: str | None) -> LoraConfig | Literal["any"] | None:
-        """The adapter of this job's own policy (None), or of a further one."""
-        return self.lora if policy is None else "any"
-
     @model_validator(mode="after")
     def _can_restart(self) -> "JobConfig":
         if self.scheduling.max_restarts and self.leased:
@@ -120,45 +106,8 @@ class JobConfig(Config):
         return with_whole_gpu(values) if layout == "split" else values
 
     @model_validator(mode="after")
-    def _a_gpu_for_each_part_of_the_engine(self) -> "JobConfig":
-        ranks, resources = self.engine.tensor_parallel, self.resources
-        if ranks == 1 and resources.layout != "split":
-            return self
-        if self.trains and resources.layout != "split":
-            raise ValueError(
-                f"engine.tensor_parallel={ranks} is for an engine apart from its trainer: set resources.layout to 'split'"
-            )
-        split = resources.layout == "split"
-        key, gpus = ("rollout.gpus", resources.roles["rollout"].gpus) if split else ("gpus", resources.gpus)
-        if gpus and max(1, gpus) != ranks:
-            raise ValueError(
-                f"engine.tensor_parallel={ranks} takes a GPU for each part, and resources.{key} is {gpus:g}; give both the same"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_trainer_to_split_from(self) -> "JobConfig":
-        if self.resources.layout == "split" and not self.trains:
-            raise ValueError(f"resources.layout 'split' is for jobs that train; a job of kind '{self.kind}' has an engine only")
-        return self
-
-    @model_validator(mode="after")
-    def _weights_between_processes(self) -> "JobConfig":
-        carrier = self.engine.weight_carrier
-        if carrier in ("ipc", "nccl") and self.resources.layout != "split":
-            raise ValueError(
-                f"engine.weight_carrier={carrier} is between two processes: set resources.layout to 'split', or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_gpu_for_each_rank(self) -> "JobConfig":
-        resources, ranks = self.resources, self.trainer_ranks
-        key, gpus = "resources.gpus", resources.gpus
-        if resources.layout == "split":
-            key, gpus = "resources.trainer.gpus", resources.roles["trainer"].gpus
-        if gpus and ranks > max(1, gpus):
-            raise ValueError(f"trainer.ranks={ranks} needs a GPU for each, and {key} is {gpus:g}; set {key}={ranks}")
+    def _layout_fits(self) -> "JobConfig":
+        check_layout(self.kind, self.engine, self.resources, trains=self.trains, trainer_ranks=self.trainer_ranks)
         return self
 
     @model_validator(mode="after")
@@ -196,13 +145,35 @@ class JobConfig(Config):
                 raise part_error(name, error) from error
         return parts
 
+    @property
+    def starts(self) -> dict[tuple[str, ...], str]:
+        """The checkpoints that this config names, by the keys that lead to where it does."""
+        return {("start_from",): self.start_from} if self.start_from else {}
+
+    def lora_of_start(self, where: tuple[str, ...]) -> LoraConfig | Literal["any"] | None:
+        """The adapter that the checkpoint named there has to have; 'any' = that is known only when it is loaded."""
+        return self.lora
+
+    def kinds_for_start(self, where: tuple[str, ...], model: str | None) -> Collection[str]:
+        """Of which kinds, 'full' and 'lora', a checkpoint named there may be; its base model is None if that is not known."""
+        return {_kind(self.lora_of_start(where) is not None)}
+
     def models_for_start(self, where: tuple[str, ...]) -> Collection[str]:
         """The base models of which a checkpoint named there may be."""
         return {self.base_model}
 
+    @property
+    def own_policy(self) -> str | None:
+        """The agent that has the job's own policy; None where there are no agents."""
+        return None
+
     def model_of_policy(self, policy: str | None) -> str | None:
         """The base model of its own policy (None) or of a further one; None if that is not known."""
         return self.base_model
+
+    def lora_of_policy(self, policy: str | None) -> LoraConfig | Literal["any"] | None:
+        """The adapter of this job's own policy (None), or of a further one."""
+        return self.lora if policy is None else "any"
 
     @property
     def _only_model(self) -> str | None:
@@ -245,13 +216,21 @@ class JobConfig(Config):
         """What hosts it."""
 
 
-class RLJobConfig(JobConfig):
+class TrainingJobConfig(JobConfig):
+    """What jobs have whose policies learn."""
+
+    trainer: TrainerConfig = TrainerConfig()
+
+    def server(self) -> ServerConfig:
+        return training_server(self.base_model, self.engine, self.trainer)
+
+
+class RLJobConfig(TrainingJobConfig):
     """A reinforcement-learning job."""
 
     driven: ClassVar[bool] = True
 
     kind: Literal["rl"] = "rl"
-    trainer: TrainerConfig = TrainerConfig()
     environment: EnvironmentConfig
     algorithm: AlgorithmConfig = GRPOConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -276,19 +255,13 @@ class RLJobConfig(JobConfig):
     @classmethod
     def _room_for_agents(cls, values: Any) -> Any:
         """Where nothing is said of it, the server has room for the adapters of all agents. `white:` in YAML is `white: {}`."""
-        agents = values.get("agents") if isinstance(values, Mapping) else None
+        if not isinstance(values, Mapping):
+            return values
+        agents = values.get("agents")
         if isinstance(agents, Mapping):
             agents = {name: {} if agent is None else agent for name, agent in agents.items()}
             values = {**values, "agents": agents}
-        engine = values.get("engine", {}) if isinstance(values, Mapping) else None
-        if isinstance(engine, EngineConfig):
-            engine = engine.model_dump(include=engine.model_fields_set)
-        if isinstance(agents, Mapping) and isinstance(engine, Mapping) and "max_adapters" not in engine:
-            count = places_on(agents, "", values.get("arena"))
-            if count > 1 and values.get("lora") is None:
-                raise ValueError(no_room(count, ""))
-            return {**values, "engine": {**engine, "max_adapters": max(count, 1)}}
-        return values
+        return with_room(values, "", agents, values.get("arena"))
 
     @model_validator(mode="before")
     @classmethod
@@ -297,43 +270,19 @@ class RLJobConfig(JobConfig):
         return whole_servers(values)
 
     @model_validator(mode="after")
-    def _agents_have_players(self) -> "RLJobConfig":
+    def _agents_can_play(self) -> "RLJobConfig":
         if not self.agents:
-            if self.turns != TurnsConfig():
-                raise ValueError("turns are those of several agents, and there are no agents")
-            if self.coordinator is not None:
-                raise ValueError("coordinator is for agents, and there are none; name those that this job drives")
-            if self.arena is not None:
-                raise ValueError("arena is for several agents, and there are no agents")
-            if self.servers:
-                raise ValueError("servers are for several agents, and there are no agents")
+            check_one_agent(self.turns, self.coordinator, self.arena, self.servers)
             return self
         if not any(agent.learns for agent in self.agents.values()):
             raise ValueError("agents: nobody learns; one needs a policy of its own that is not frozen")
         check_servers(self._as_server, self.servers, self.agents)
-        own = self.policies
-        for name, agent in self.agents.items():
-            if agent.policy and agent.policy not in own:
-                what = "plays itself" if agent.policy == name else "is no agent with a policy of its own"
-                raise ValueError(f"agents.{name}.policy: '{agent.policy}' {what}; those are {', '.join(own)}")
-        for name, pool in ((name, agent.pool) for name, agent in self.agents.items() if agent.pool):
-            if pool.of not in self.learners:
-                what = "plays itself" if pool.of == name else "is no agent that learns"
-                raise ValueError(f"agents.{name}.pool.of: '{pool.of}' {what}; those are {', '.join(self.learners)}")
+        check_players(self.agents, self.policies, self.learners)
         check_places(self._as_server, self.servers, self.agents, self.arena)
         algorithms = {name: self.algorithm_of(name) for name in self.learners}
-        if len({algorithm.group_size for algorithm in algorithms.values()}) > 1:
-            sizes = ", ".join(f"{name} {algorithm.group_size}" for name, algorithm in algorithms.items())
-            raise ValueError(f"agents play the same episodes, so their algorithms need the same group_size, not {sizes}")
-        if (meeting := self.coordinator) is not None and not (meeting.url or "://" in self.environment.name):
-            raise ValueError("coordinator.url is missing: the environment server where the drivers meet")
-        if self.coordinator is not None and self.arena is not None:
-            raise ValueError("arena needs all agents in one process; with a coordinator, compare the checkpoints after the run")
-        resampling = [name for name, algorithm in algorithms.items() if algorithm.max_resamples]
-        if self.coordinator is not None and resampling:
-            raise ValueError(
-                f"agents.{resampling[0]}: algorithm.max_resamples must be 0 with a coordinator: all drivers play the same games"
-            )
+        check_algorithms(algorithms)
+        if self.coordinator is not None:
+            check_meeting(self.coordinator, self.environment.name, self.arena, algorithms)
         if self.start_from:
             raise ValueError("start_from is for a job of one agent; agents have one each")
         check_variables(
@@ -344,11 +293,22 @@ class RLJobConfig(JobConfig):
 
     @model_validator(mode="after")
     def _an_agent_is_judged(self) -> "RLJobConfig":
-        judged = self.evaluation.agent
-        played = [name for name, agent in self.agents.items() if not agent.elsewhere]
-        if judged and judged not in played:
-            there = f"policies play {', '.join(played)}" if played else "this job has no agents"
-            raise ValueError(f"evaluation.agent: '{judged}' is no agent that a policy plays; {there}")
+        check_judged(self.evaluation.agent, self.agents)
+        return self
+
+    @model_validator(mode="after")
+    def _action_fits_context(self) -> "RLJobConfig":
+        check_room_to_answer(self.engine, self.sampling, self.servers, self.agents)
+        return self
+
+    @model_validator(mode="after")
+    def _limits_are_measured(self) -> "RLJobConfig":
+        kls = [self.algorithm_of(name).kl for name in self.learners] if self.agents else [self.algorithm.kl]
+        measured = any(kl.coefficient and kl.place == "loss" for kl in kls)
+        if self.training.stop.max_reference_kl is not None and not measured:
+            raise ValueError(
+                "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
+            )
         return self
 
     @property
@@ -361,6 +321,11 @@ class RLJobConfig(JobConfig):
         order = {name: place.get(self.agents[name].server, len(place)) for name in own}
         return sorted(own, key=lambda name: (order[name], not self.agents[name].learns))
 
+    @property
+    def learners(self) -> list[str]:
+        """The agents whose own policies learn."""
+        return [name for name in self.policies if self.agents[name].learns]
+
     def server_of(self, agent: str) -> FurtherServerConfig:
         """What has the policy of an agent."""
         server = self.agents[agent].server
@@ -369,6 +334,30 @@ class RLJobConfig(JobConfig):
     def lora_of(self, agent: str) -> LoraConfig | None:
         """The adapter of an agent's policy; None: its full parameters."""
         return self.agents[agent].lora or self.server_of(agent).lora
+
+    def algorithm_of(self, agent: str) -> AlgorithmConfig:
+        """How an agent's own policy learns."""
+        return self.agents[agent].algorithm or self.algorithm
+
+    def critic_of(self, agent: str) -> LoraConfig | None:
+        """The adapter of the critic beside an agent's own policy, if it has one."""
+        return _critic(self.algorithm_of(agent)) if agent in self.learners else None
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Environment variable of the driver -> name of a secret of the job's owner."""
+        models = [agent.model.secrets() for agent in self.agents.values() if agent.model]
+        return {
+            variable: name
+            for found in (secrets_of(self.sinks), *models, self.environment.secrets)
+            for variable, name in found.items()
+        }
+
+    @property
+    def _as_server(self) -> FurtherServerConfig:
+        return FurtherServerConfig(
+            base_model=self.base_model, lora=self.lora, engine=self.engine, trainer=self.trainer, resources=self.resources
+        )
 
     @property
     def own_policy(self) -> str | None:
@@ -400,66 +389,6 @@ class RLJobConfig(JobConfig):
             return self.base_model
         return self.server_of(policy).base_model if policy in self.agents else self._only_model
 
-    @property
-    def secrets(self) -> dict[str, str]:
-        """Environment variable of the driver -> name of a secret of the job's owner."""
-        models = [agent.model.secrets() for agent in self.agents.values() if agent.model]
-        return {
-            variable: name
-            for found in (secrets_of(self.sinks), *models, self.environment.secrets)
-            for variable, name in found.items()
-        }
-
-    @property
-    def _as_server(self) -> FurtherServerConfig:
-        return FurtherServerConfig(
-            base_model=self.base_model, lora=self.lora, engine=self.engine, trainer=self.trainer, resources=self.resources
-        )
-
-    @property
-    def learners(self) -> list[str]:
-        """The agents whose own policies learn."""
-        return [name for name in self.policies if self.agents[name].learns]
-
-    def algorithm_of(self, agent: str) -> AlgorithmConfig:
-        """How an agent's own policy learns."""
-        return self.agents[agent].algorithm or self.algorithm
-
-    def critic_of(self, agent: str) -> LoraConfig | None:
-        """The adapter of the critic beside an agent's own policy, if it has one."""
-        return _critic(self.algorithm_of(agent)) if agent in self.learners else None
-
-    @model_validator(mode="after")
-    def _action_fits_context(self) -> "RLJobConfig":
-        contexts = {"": self.engine, **{f"servers.{name}.": server.engine for name, server in self.servers.items()}}
-        asked = [("", self.sampling, "")]
-        for name, agent in self.agents.items():
-            if agent.sampling is not None or agent.server:
-                asked.append(
-                    (
-                        f"agents.{name}." if agent.sampling else "",
-                        agent.sampling or self.sampling,
-                        f"servers.{agent.server}." if agent.server else "",
-                    )
-                )
-        for where, sampling, server in asked:
-            if sampling.max_tokens >= contexts[server].max_model_len:
-                raise ValueError(
-                    f"{where}sampling.max_tokens ({sampling.max_tokens}) leaves no room for a prompt in "
-                    f"{server}engine.max_model_len ({contexts[server].max_model_len})"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _limits_are_measured(self) -> "RLJobConfig":
-        kls = [self.algorithm_of(name).kl for name in self.learners] if self.agents else [self.algorithm.kl]
-        measured = any(kl.coefficient and kl.place == "loss" for kl in kls)
-        if self.training.stop.max_reference_kl is not None and not measured:
-            raise ValueError(
-                "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
-            )
-        return self
-
     def critic_on(self, server: str) -> LoraConfig | None:
         first = self.first_policy(server)
         return self.critic_of(first) if first else None
@@ -483,17 +412,13 @@ class RLJobConfig(JobConfig):
         name = self.environment.name
         return name.partition("//")[2].partition(",")[0] if name.startswith("http") else name.rpartition(":")[2]
 
-    def server(self) -> ServerConfig:
-        return training_server(self.base_model, self.engine, self.trainer)
 
-
-class SFTJobConfig(JobConfig):
+class SFTJobConfig(TrainingJobConfig):
     """Supervised fine-tuning on conversations."""
 
     driven: ClassVar[bool] = True
 
     kind: Literal["sft"] = "sft"
-    trainer: TrainerConfig = TrainerConfig()
     data: ChatDataConfig
     evaluation: SFTEvaluationConfig = SFTEvaluationConfig()
     training: SFTTrainingConfig = SFTTrainingConfig()
@@ -507,17 +432,13 @@ class SFTJobConfig(JobConfig):
     def default_name(self) -> str:
         return PurePath(self.data.train.name).stem
 
-    def server(self) -> ServerConfig:
-        return training_server(self.base_model, self.engine, self.trainer)
 
-
-class PreferenceJobConfig(JobConfig):
+class PreferenceJobConfig(TrainingJobConfig):
     """Preference training on pairs of answers: a policy (DPO, IPO) or a reward model."""
 
     driven: ClassVar[bool] = True
 
     kind: Literal["preference"] = "preference"
-    trainer: TrainerConfig = TrainerConfig()
     data: PreferenceDataConfig
     loss: PreferenceLoss = DPOConfig()
     evaluation: PreferenceEvaluationConfig = PreferenceEvaluationConfig()
@@ -536,15 +457,11 @@ class PreferenceJobConfig(JobConfig):
     def default_name(self) -> str:
         return PurePath(self.data.train.name).stem
 
-    def server(self) -> ServerConfig:
-        return training_server(self.base_model, self.engine, self.trainer)
 
-
-class InteractiveJobConfig(JobConfig):
+class InteractiveJobConfig(TrainingJobConfig):
     """A job whose driver runs in the user's process: only what the cluster must host."""
 
     kind: Literal["interactive"] = "interactive"
-    trainer: TrainerConfig = TrainerConfig()
     head: Literal["lm", "scalar"] = "lm"
     """'scalar' makes the policy a reward model, which scores and cannot be sampled."""
     critic: LoraConfig | None = None
@@ -611,9 +528,6 @@ class InteractiveJobConfig(JobConfig):
     @property
     def policy_seed(self) -> int:
         return self.seed
-
-    def server(self) -> ServerConfig:
-        return training_server(self.base_model, self.engine, self.trainer)
 
 
 class InferenceJobConfig(JobConfig):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from opentinker.config.agents import TurnsConfig
@@ -12,8 +11,9 @@ from opentinker.env.environment import Action, Message, StepResult
 from opentinker.env.processes import Session
 from opentinker.env.threads import UserThreads
 from opentinker.errors import DeadlineError, EnvironmentFailedError, OpenTinkerError, UnavailableError
+from opentinker.multiagent.agent import Agent, Waiting
 from opentinker.multiagent.coordination.seat import RemotePlayer, RemoteSeat
-from opentinker.multiagent.players import Player, PolicyPlayer
+from opentinker.multiagent.players import Player, PolicyPlayer, SeedOfTurn
 from opentinker.multiagent.shared import Earned, News, acted, gone, news_of
 from opentinker.multiagent.spoken import spoken
 from opentinker.multiagent.turns import Next, TurnBarrier
@@ -22,7 +22,6 @@ from opentinker.rollout.machine import (
     Cancelled,
     DeadlinePassed,
     EpisodeEnded,
-    EpisodeMachine,
     Event,
     Failed,
     Finalize,
@@ -36,47 +35,9 @@ from opentinker.rollout.machine import (
     TurnGranted,
     TurnLost,
 )
-from opentinker.rollout.sampler import Sampler
 from opentinker.rollout.types import Episode, Termination
 
 log = logging.getLogger(__name__)
-SeedOfTurn = Callable[[str, int], int]
-"""(agent, turn) -> the seed with which that turn is sampled."""
-
-
-@dataclass
-class _Waiting:
-    """What an agent was shown and earned since its last action."""
-
-    shown: tuple[Message, ...] = ()
-    earned: Earned = field(default_factory=Earned)
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-class _Agent:
-    """A seat, who plays it, and how far that is."""
-
-    def __init__(
-        self, name: str, player: Player | RemotePlayer, machine: EpisodeMachine | None, sampler: Sampler | RemoteSeat | None
-    ) -> None:
-        self.name = name
-        self.player = player
-        self.machine = machine
-        self.sampler = sampler
-        self.waiting = _Waiting()
-        self.messages: list[Message] = []
-        """Of a player that is no policy; a policy's are its machine's."""
-        self.turns = 0
-        self.entered = False
-        self.left = False
-
-    @property
-    def ended(self) -> bool:
-        return self.machine is not None and isinstance(self.machine.pending, Finish)
-
-    def take(self) -> _Waiting:
-        taken, self.waiting = self.waiting, _Waiting()
-        return taken
 
 
 class _CutError(Exception):
@@ -135,28 +96,13 @@ class GameDriver:
         """Why the episode says nothing about anybody, if it does not."""
         return self._aborted
 
-    def _agent(self, name: str, player: Player | RemotePlayer) -> _Agent:
+    def _agent(self, name: str, player: Player | RemotePlayer) -> Agent:
         if isinstance(player, RemotePlayer):
-            return _Agent(name, player, player.machine(self._task, self._config), player.seat)
+            return Agent(name, player, player.machine(self._task, self._config), player.seat)
         if not isinstance(player, PolicyPlayer):
-            return _Agent(name, player, None, None)
-        machine = EpisodeMachine(
-            player.renderer,
-            self._task,
-            max_turns=self._config.max_turns,
-            max_action_tokens=player.sampling.max_tokens,
-            max_model_len=player.max_model_len,
-            waits_for_turn=True,
-        )
-        sampler = Sampler(
-            player.generate,
-            self._config,
-            player.sampling,
-            f"{self._request_id}-{name}",
-            lambda turn: self._seed_of_turn(name, turn),
-            player.upload,
-        )
-        return _Agent(name, player, machine, sampler)
+            return Agent(name, player, None, None)
+        sampler = player.sampler(self._config, f"{self._request_id}-{name}", lambda turn: self._seed_of_turn(name, turn))
+        return Agent(name, player, player.machine(self._task, self._config), sampler)
 
     async def run(self, member: int) -> dict[str, Episode]:
         """Play to the end: the episode of each agent that a policy plays. The environment is closed however it ends.
@@ -184,19 +130,11 @@ class GameDriver:
                 await self._session.close(CLOSE_TIMEOUT_S)
             except (EnvironmentFailedError, DeadlineError) as error:
                 log.warning("environment_not_closed episode=%s error=%r", self._request_id, str(error))
-        return {name: self._episode(agent, member) for name, agent in self._agents.items() if agent.machine is not None}
-
-    def _episode(self, agent: _Agent, member: int) -> Episode:
-        assert agent.machine is not None
-        assert agent.sampler is not None
-        return episode_of(
-            agent.machine,
-            self._task,
-            member,
-            self._aborted,
-            generation_s=agent.sampler.seconds,
-            environment_s=self._session.seconds,
-        )
+        return {
+            name: agent.episode(self._task, member, self._aborted, self._session.seconds)
+            for name, agent in self._agents.items()
+            if agent.machine is not None
+        }
 
     async def _play(self) -> None:
         termination = Termination.DONE
@@ -246,7 +184,7 @@ class GameDriver:
         agent.turns += 1
         return self._barrier.act(name, said)
 
-    async def _grant(self, agent: _Agent) -> None:
+    async def _grant(self, agent: Agent) -> None:
         """The agent's turn begins: what it is to be shown is shown, and it is asked."""
         waiting = agent.take()
         if agent.machine is None:
@@ -263,18 +201,18 @@ class GameDriver:
         self._check_cut(agent)
         raise _AbortError(Failed(f"'{agent.name}': {agent.machine.error}"))
 
-    def _check_cut(self, agent: _Agent) -> None:
+    def _check_cut(self, agent: Agent) -> None:
         """Raises: _CutError when a limit ended this agent's episode."""
         pending = None if agent.machine is None else agent.machine.pending
         if isinstance(pending, Finish | Finalize) and str(pending.termination).startswith("truncated"):
             raise _CutError(pending.termination)
 
-    async def _sample(self, agent: _Agent, request: Generate) -> Event:
+    async def _sample(self, agent: Agent, request: Generate) -> Event:
         assert agent.sampler is not None
         timeout_s = min(self._left(), self._turns.turn_timeout_s, self._config.generation_timeout_s)
         return await agent.sampler.sample(request, agent.turns, timeout_s)
 
-    async def _act(self, agent: _Agent) -> Event | Action:
+    async def _act(self, agent: Agent) -> Event | Action:
         """The action of a player that is no policy.
 
         Raises:
@@ -287,16 +225,12 @@ class GameDriver:
         else:
             assert not isinstance(agent.player, PolicyPlayer | RemotePlayer)
             seed = self._seed_of_turn(agent.name, agent.turns)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    said = await spoken(agent.player, agent.messages, seed, self._threads)
-            except TimeoutError:
-                said = DeadlinePassed(f"the player did not answer within {timeout_s:.3g} s")
+            said = await spoken(agent.player, agent.messages, seed, self._threads, timeout_s)
         if isinstance(said, Action):
             agent.messages.append({"role": "assistant", "content": said.text})
         return said
 
-    async def _late(self, agent: _Agent, why: DeadlinePassed | Failed) -> Next[Action]:
+    async def _late(self, agent: Agent, why: DeadlinePassed | Failed) -> Next[Action]:
         """The agent has no action for its turn."""
         text = f"'{agent.name}': {why.error}"
         match self._turns.on_late:
@@ -347,7 +281,7 @@ class GameDriver:
         """Give each agent its part of the news; who takes part from now on."""
         for name, agent in self._agents.items():
             shown, leaves = news.shown.get(name, ()), name in news.left
-            told = _Waiting(shown, news.earned.get(name, Earned()), news.metrics.get(name, {}))
+            told = Waiting(shown, news.earned.get(name, Earned()), news.metrics.get(name, {}))
             if agent.machine is None:
                 agent.entered = (agent.entered or bool(shown)) and not leaves
                 agent.waiting.shown += shown
@@ -360,7 +294,7 @@ class GameDriver:
                 if shown and not agent.entered and not (agent.left and news.done):
                     await self._enter(agent, shown)
                     told.shown = ()
-                agent.waiting = _joined(agent.waiting, told)
+                agent.waiting = agent.waiting.then(told)
                 if leaves and agent.entered:
                     await self._end(agent, Termination.DONE)
             agent.left = agent.left or leaves
@@ -370,18 +304,18 @@ class GameDriver:
                 self._check_cut(agent)
         return tuple(name for name, agent in self._agents.items() if agent.entered and not agent.ended)
 
-    async def _answer(self, agent: _Agent, told: _Waiting, *, ends: bool) -> None:
+    async def _answer(self, agent: Agent, told: Waiting, *, ends: bool) -> None:
         """The environment has answered to the agent's action. What it was told while it made up its mind comes before that."""
         assert agent.machine is not None
         before = agent.take()
-        whole = _joined(before, told)
+        whole = before.then(told)
         images = {} if ends else await self._images(agent, whole.shown)
         reward, components = told.earned.reward, whole.earned.components
         agent.machine.handle(
             StepDone(reward, ends, whole.shown, whole.metrics, components, images, earlier_reward=before.earned.reward)
         )
 
-    async def _enter(self, agent: _Agent, shown: tuple[Message, ...]) -> None:
+    async def _enter(self, agent: Agent, shown: tuple[Message, ...]) -> None:
         assert agent.machine is not None
         if agent.left or agent.ended:
             raise _AbortError(Failed(f"'{agent.name}' has left and cannot come back: its trajectory has ended"))
@@ -389,7 +323,7 @@ class GameDriver:
         images = await self._images(agent, shown)
         agent.machine.handle(ResetDone(shown, self._session.tools, self._session.finalizes, images))
 
-    async def _end(self, agent: _Agent, termination: Termination) -> None:
+    async def _end(self, agent: Agent, termination: Termination) -> None:
         """The episode is over for an agent who did not end it, or over for all after it had left."""
         acting = self._acting.pop(agent.name, None)
         if acting is not None:
@@ -422,7 +356,7 @@ class GameDriver:
                 reward = result.components.get(name, 0.0)
                 agent.machine.handle(Finalized(reward, {"last": reward} if reward else {}))
 
-    async def _images(self, agent: _Agent, shown: tuple[Message, ...]) -> Any:
+    async def _images(self, agent: Agent, shown: tuple[Message, ...]) -> Any:
         assert agent.sampler is not None
         return await self._called(lambda left: agent.sampler.images(shown, left))  # type: ignore[union-attr]
 
@@ -439,46 +373,3 @@ class GameDriver:
     def _too_long(self) -> DeadlinePassed:
         awaited = ", ".join(self._barrier.running) or "the environment"
         return DeadlinePassed(f"the episode took longer than {self._config.episode_timeout_s:.3g} s; awaited: {awaited}")
-
-
-def episode_of(
-    machine: EpisodeMachine,
-    task: Any,
-    member: int,
-    aborted: DeadlinePassed | Failed | None,
-    *,
-    generation_s: float,
-    environment_s: float,
-) -> Episode:
-    """The episode of an agent whose machine has ended; `aborted` says why the whole is void, if it is."""
-    assert isinstance(machine.pending, Finish), "every machine has ended"
-    termination, error = machine.pending.termination, machine.error
-    if aborted is not None and termination.trains:  # it had left before, and may have earned more
-        late = isinstance(aborted, DeadlinePassed)
-        termination, error = Termination.ERROR_TIMEOUT if late else Termination.ERROR_ENV, aborted.error
-    return Episode(
-        task=task,
-        member=member,
-        termination=termination,
-        trajectories=machine.trajectories,
-        messages=machine.messages,
-        rewards=machine.rewards,
-        metrics=machine.metrics,
-        components=machine.components,
-        tools=machine.tools,
-        error=error,
-        prefix_breaks=machine.prefix_breaks,
-        reward_without_turn=machine.early_reward,
-        generation_s=generation_s,
-        environment_s=environment_s,
-    )
-
-
-def _joined(one: _Waiting, other: _Waiting) -> _Waiting:
-    return _Waiting(one.shown + other.shown, _sum(one.earned, other.earned), one.metrics | other.metrics)
-
-
-def _sum(one: Earned, other: Earned) -> Earned:
-    names = one.components.keys() | other.components.keys()
-    components = {name: one.components.get(name, 0.0) + other.components.get(name, 0.0) for name in sorted(names)}
-    return Earned(one.reward + other.reward, components)

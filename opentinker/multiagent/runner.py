@@ -12,8 +12,8 @@ from opentinker.env.environment import Environment
 from opentinker.env.processes import SessionFactory
 from opentinker.env.threads import UserThreads
 from opentinker.errors import ConfigError
-from opentinker.multiagent.episode import GameDriver, SeedOfTurn
-from opentinker.multiagent.players import DrawnPlayers, Player, PolicyPlayer, SeatPlayer
+from opentinker.multiagent.episode import GameDriver
+from opentinker.multiagent.players import DrawnPlayers, Player, PolicyPlayer, SeatPlayer, SeedOfTurn
 from opentinker.multiagent.seats import Seats
 from opentinker.multiagent.turns import TurnBarrier
 from opentinker.rollout.seeds import derive_seed

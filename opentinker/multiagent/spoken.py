@@ -1,5 +1,6 @@
 """What a player says that is no policy."""
 
+import asyncio
 import random
 from collections.abc import Sequence
 
@@ -7,18 +8,27 @@ from opentinker.env.environment import Action, Message
 from opentinker.env.threads import UserThreads
 from opentinker.errors import OpenTinkerError, UnavailableError
 from opentinker.multiagent.players import ModelPlayer, ScriptedPlayer
-from opentinker.rollout.machine import Failed
+from opentinker.rollout.machine import DeadlinePassed, Failed
 
 
 async def spoken(
-    player: ScriptedPlayer | ModelPlayer, seen: Sequence[Message], seed: int, threads: UserThreads
-) -> Action | Failed:
-    """The player's action after what it was shown and said so far. How long that may take is the caller's to see.
+    player: ScriptedPlayer | ModelPlayer, seen: Sequence[Message], seed: int, threads: UserThreads, timeout_s: float
+) -> Action | DeadlinePassed | Failed:
+    """The player's action after what it was shown and said so far, or why there is none.
 
     Raises:
         OpenTinkerError: a model elsewhere refuses to be asked, which no other episode would survive either.
     """
-    messages = list(seen)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _said(player, list(seen), seed, threads)
+    except TimeoutError:
+        return DeadlinePassed(f"the player did not answer within {timeout_s:.3g} s")
+
+
+async def _said(
+    player: ScriptedPlayer | ModelPlayer, messages: list[Message], seed: int, threads: UserThreads
+) -> Action | Failed:
     try:
         if isinstance(player, ModelPlayer):
             text = await player.ask(messages, seed)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from opentinker.client.messages import ImageChunk
 from opentinker.config.rollout import RolloutConfig
@@ -27,7 +27,7 @@ from opentinker.rollout.machine import (
     StepDone,
 )
 from opentinker.rollout.sampler import Sampler
-from opentinker.rollout.types import Episode
+from opentinker.rollout.types import Episode, Termination
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -65,21 +65,7 @@ class EpisodeDriver:
             raise
         finally:
             await self._close()
-        return Episode(
-            task=task,
-            member=member,
-            termination=machine.pending.termination,
-            trajectories=machine.trajectories,
-            messages=machine.messages,
-            rewards=machine.rewards,
-            metrics=machine.metrics,
-            components=machine.components,
-            tools=machine.tools,
-            error=machine.error,
-            prefix_breaks=machine.prefix_breaks,
-            generation_s=self._sampler.seconds,
-            environment_s=self._session.seconds,
-        )
+        return episode_of(machine, task, member, generation_s=self._sampler.seconds, environment_s=self._session.seconds)
 
     async def _answer(self, request: Request) -> Event:
         left = self._deadline - self._clock()
@@ -118,3 +104,36 @@ class EpisodeDriver:
             await self._session.close(CLOSE_TIMEOUT_S)
         except (EnvironmentFailedError, DeadlineError) as error:
             log.warning("environment_not_closed episode=%s error=%r", self._request_id, str(error))
+
+
+def episode_of(
+    machine: EpisodeMachine,
+    task: Any,
+    member: int,
+    *,
+    generation_s: float,
+    environment_s: float,
+    aborted: DeadlinePassed | Failed | None = None,
+) -> Episode:
+    """What a machine that has ended leaves; `aborted` says why a game of several agents is void, if it is."""
+    assert isinstance(machine.pending, Finish), "every machine has ended"
+    termination, error = machine.pending.termination, machine.error
+    if aborted is not None and termination.trains:  # it had left before, and may have earned more
+        late = isinstance(aborted, DeadlinePassed)
+        termination, error = Termination.ERROR_TIMEOUT if late else Termination.ERROR_ENV, aborted.error
+    return Episode(
+        task=task,
+        member=member,
+        termination=termination,
+        trajectories=machine.trajectories,
+        messages=machine.messages,
+        rewards=machine.rewards,
+        metrics=machine.metrics,
+        components=machine.components,
+        tools=machine.tools,
+        error=error,
+        prefix_breaks=machine.prefix_breaks,
+        reward_without_turn=machine.early_reward,
+        generation_s=generation_s,
+        environment_s=environment_s,
+    )

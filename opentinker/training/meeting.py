@@ -10,8 +10,8 @@ from opentinker.env.environment import Environment
 from opentinker.env.remote import TOKEN_VARIABLE, remote_environment
 from opentinker.env.secret_files import read_token
 from opentinker.multiagent.coordination.member import Member
-from opentinker.multiagent.coordination.play import SeatRunner
 from opentinker.multiagent.coordination.run import SeatKind
+from opentinker.multiagent.coordination.seat_runner import SeatRunner
 from opentinker.multiagent.runner import GameRunner, Groups
 from opentinker.multiagent.seats import Seats, identity_of
 

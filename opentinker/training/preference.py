@@ -10,13 +10,13 @@ from opentinker.config.job import PreferenceJobConfig
 from opentinker.config.preference import BradleyTerryConfig, DPOConfig
 from opentinker.errors import ConfigError
 from opentinker.training.evaluation import bootstrap
+from opentinker.training.examples import ExamplesLoop, SupervisedPolicy, example_renderer
 from opentinker.training.metrics import Row, finite, pass_metrics
 from opentinker.training.pair_rewards import score_pairs
 from opentinker.training.preferences import Preferences, RenderedPairs
 from opentinker.training.recorder import Recorder
 from opentinker.training.references import References
 from opentinker.training.schedule import scheduled
-from opentinker.training.sft import ExamplesLoop, SupervisedPolicy, example_renderer
 
 EVALUATION_PAIRS = 64
 """Of one forward pass."""

@@ -1,10 +1,6 @@
-"""The engine's side of a split server: one compute thread that owns an engine, behind a thread-safe inbox and outbox."""
+"""The engine's side of a split server: a compute thread that owns an engine."""
 
-import logging
 import os
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,15 +9,14 @@ from typing import Any, Protocol
 import torch
 
 from opentinker.client.messages import Chunk, FloatArray, ImageChunk, SampleRequest
-from opentinker.errors import DeadlineError, EngineError, InvalidRequestError, OpenTinkerError, ServerLostError
+from opentinker.errors import EngineError, InvalidRequestError
 from opentinker.server.buckets import Bucket, BucketAck
 from opentinker.server.carriers import Payload, read_probe
+from opentinker.server.compute_thread import ComputeThread, explained
 from opentinker.server.device_groups import Invitation
 from opentinker.server.engine.base import AdapterId, LoraTensors, RolloutEngine, SampleRefused, WeightAck
 from opentinker.server.engine.messages import Add, Answer, Call, EngineInfo, Message, Returned, StepFailed
 from opentinker.server.images import ImageStore, takes_none
-
-log = logging.getLogger(__name__)
 
 
 class BucketEngine(RolloutEngine, Protocol):
@@ -76,22 +71,16 @@ class HostedEngine:
     """The images that the engine was made with; None: the model takes none."""
 
 
-class EngineHost:
+class EngineHost(ComputeThread[HostedEngine, Message, Answer]):
     """Works messages off in the order of arrival; between them, the engine steps. All methods may be called from any thread."""
 
+    role = "engine"
+    loads = "the engine"
+
     def __init__(self, build: Callable[[], HostedEngine]) -> None:
-        self._build = build
-        self._changed = threading.Condition()
-        self._inbox: deque[Message] = deque()
-        self._outbox: list[Answer] = []
-        self._ready = threading.Event()
-        self._stopping = False
-        self._ended = False
-        self._error: BaseException | None = None
+        super().__init__(build)
         self._parts: HostedEngine
-        self._seconds = 0.0
         self._pinned: dict[str, tuple[str, ...]] = {}
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, timeout_s: float) -> EngineInfo:
         """Build the engine, once; what it is when it takes messages.
@@ -100,15 +89,10 @@ class EngineHost:
             DeadlineError: it took longer than `timeout_s`.
             Whatever `build` raises.
         """
-        if self._thread.ident is None:
-            self._thread.start()
-        if not self._ready.wait(timeout_s):
-            raise DeadlineError(f"the engine did not load within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
+        self._await_built(timeout_s)
         engine = self._parts.engine
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return EngineInfo(engine.max_model_len, engine.ranks, os.getpid(), self._seconds, device)
+        return EngineInfo(engine.max_model_len, engine.ranks, os.getpid(), self._build_s, device)
 
     def submit(self, messages: Sequence[Message]) -> None:
         """Queue messages.
@@ -121,63 +105,15 @@ class EngineHost:
             self._inbox.extend(messages)
             self._changed.notify_all()
 
-    def collect(self, timeout_s: float) -> list[Answer]:
-        """Answers since the last call; waits up to `timeout_s` for the first.
+    def _take(self, built: HostedEngine) -> None:
+        self._parts = built
 
-        Raises:
-            ServerLostError: the engine has stopped.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._outbox or self._ended, timeout_s)
-            if not self._outbox:
-                self._check()
-            answers, self._outbox = self._outbox, []
-            return answers
+    def _work(self) -> None:
+        while not self._stopping:
+            self._advance()
 
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """End the compute thread after what it does now; idempotent.
-
-        Raises:
-            DeadlineError: it is still busy after `timeout_s`.
-        """
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise DeadlineError(f"the engine did not end within {timeout_s:.0f} s")
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise ServerLostError(f"the server's engine failed: {self._error!r}")
-        if self._stopping:
-            raise ServerLostError("the server's engine was stopped")
-
-    def _run(self) -> None:
-        # OMP_NUM_THREADS is this process's share of the cores, if whoever started it gave it one.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-        started = time.monotonic()
-        try:
-            self._parts = self._build()
-        except BaseException as error:
-            log.exception("the engine did not load")
-            self._error = error
-            self._ready.set()
-            return
-        self._seconds = time.monotonic() - started
-        self._ready.set()
-        try:
-            while not self._stopping:
-                self._advance()
-        except BaseException as error:
-            log.exception("the engine's thread failed")
-            self._error = error
-        finally:
-            self._parts.engine.close()
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
+    def _close(self) -> None:
+        self._parts.engine.close()
 
     def _advance(self) -> None:
         """Wait for something to do; take in what has come, or step."""
@@ -193,7 +129,7 @@ class EngineHost:
             if isinstance(message, Add):
                 self._add(message)
             else:
-                self._answer([self._call(message)])
+                self._give([self._call(message)])
         if engine.has_unfinished():
             self._step()
 
@@ -203,20 +139,20 @@ class EngineHost:
             self._parts.engine.add(add.request, add.adapter)
         except Exception as error:
             self._let_go(add.request.request_id)
-            self._answer([SampleRefused(add.request.request_id, _explained(error, "the engine refused a request"))])
+            self._give([SampleRefused(add.request.request_id, explained(error, EngineError, "the engine refused a request"))])
 
     def _step(self) -> None:
         try:
             results = list(self._parts.engine.step())
         except Exception as error:
-            explained = _explained(error, "the engine failed")
+            why = explained(error, EngineError, "the engine failed")
             for request in self._parts.engine.abort_all():
                 self._let_go(request.request_id)
-            self._answer([StepFailed(explained)])
+            self._give([StepFailed(why)])
             return
         for result in results:
             self._let_go(result.request_id)
-        self._answer(results)
+        self._give(results)
 
     def _call(self, call: Call) -> Returned:
         method = _METHODS.get(call.method)
@@ -226,13 +162,7 @@ class EngineHost:
             with self._holding(call.images):
                 return Returned(call.number, method(self, *call.args))
         except Exception as error:
-            return Returned(call.number, error=_explained(error, f"the engine failed to {call.method}"))
-
-    def _answer(self, answers: Sequence[Answer]) -> None:
-        if answers:
-            with self._changed:
-                self._outbox.extend(answers)
-                self._changed.notify_all()
+            return Returned(call.number, error=explained(error, EngineError, f"the engine failed to {call.method}"))
 
     def _hold(self, request_id: str, images: Sequence[bytes]) -> None:
         """Keep images as long as the request runs."""
@@ -313,11 +243,3 @@ _METHODS: dict[str, Callable[..., Any]] = {
 def image_hashes_in(chunks: Sequence[Chunk]) -> list[str]:
     """The images that a prompt shows, each once."""
     return list(dict.fromkeys(chunk.sha256 for chunk in chunks if isinstance(chunk, ImageChunk)))
-
-
-def _explained(error: Exception, what: str) -> OpenTinkerError:
-    """Errors of ours as they are; anything else is logged and wrapped."""
-    if isinstance(error, OpenTinkerError):
-        return error
-    log.error("%s", what, exc_info=error)
-    return EngineError(f"{what}: {error!r}", hint="the server's log has the traceback: `opentinker logs JOB --server`")

@@ -7,7 +7,6 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,23 @@ from opentinker.client.messages import (
     FinishReason,
     FloatArray,
     ImageChunk,
-    IntArray,
     Sample,
     SampleRequest,
     SampleResult,
-    SamplingParams,
     TokenChunk,
     chunk_tokens,
     placed_images,
 )
 from opentinker.config.server import EngineConfig
 from opentinker.errors import ContextOverflowError, EngineError, WeightSyncError
-from opentinker.server.buckets import Arrivals, Bucket, BucketAck
+from opentinker.server.buckets import Bucket, BucketAck
 from opentinker.server.carriers import Payload
-from opentinker.server.device_carriers import IpcPayload, read_device_probe
-from opentinker.server.device_groups import Invitation, wait_for_copies
+from opentinker.server.device_carriers import read_device_probe
+from opentinker.server.device_groups import Invitation
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
+from opentinker.server.engine.decode_batch import Batch, Pending, Row
+from opentinker.server.engine.model_weights import ModelWeights
 from opentinker.server.engine.sampling import effective_params, sample_seed, sampling_logprobs
 from opentinker.server.images import ImageStore, sample_picture
 from opentinker.server.trainer import lora
@@ -46,71 +45,6 @@ _PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, of one forward pass."""
 _KEPT_IMAGES = 256
 """Images whose features are kept for the next turn."""
-
-
-@dataclass
-class _Pending:
-    request: SampleRequest
-    params: SamplingParams
-    prompt: IntArray
-    images: tuple[tuple[int, ImageChunk], ...]
-    adapter: AdapterId | None
-    version: int
-    samples: dict[int, Sample] = field(default_factory=dict)
-    prompt_logprobs: FloatArray | None = None
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for equal prompts under the same weights."""
-        return (self.adapter, self.prompt.tobytes(), *((start, image.sha256) for start, image in self.images))
-
-
-@dataclass
-class _Row:
-    """One sequence that is being sampled."""
-
-    pending: _Pending
-    index: int
-    generator: random.Random
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-
-@dataclass
-class _Batch:
-    """Sequences that are decoded together. `mask_B_T` is 0 on padding, which is always on the left."""
-
-    rows: list[_Row]
-    cache: Any
-    mask_B_T: torch.Tensor
-    logits_B_V: torch.Tensor
-
-    def keep(self, chosen: list[int]) -> None:
-        """Drop all rows but the chosen ones, and the padding that none of them needs."""
-        index = torch.tensor(chosen, device=self.mask_B_T.device)
-        self.rows = [self.rows[i] for i in chosen]
-        self.mask_B_T, self.logits_B_V = self.mask_B_T[index], self.logits_B_V[index]
-        longest = int(self.mask_B_T.sum(dim=1).max())
-        self.mask_B_T = self.mask_B_T[:, -longest:]
-        for layer in self.cache.layers:
-            layer.keys = layer.keys[index, :, -longest:]
-            layer.values = layer.values[index, :, -longest:]
-
-    def join(self, other: "_Batch") -> None:
-        """Append the other batch's rows; the shorter of the two gets more padding."""
-        length = max(self.mask_B_T.shape[1], other.mask_B_T.shape[1])
-
-        def joined(mine: torch.Tensor, theirs: torch.Tensor, after: int) -> torch.Tensor:
-            # `after` trailing dimensions follow T.
-            grown = [pad(x, (0, 0) * after + (length - x.shape[-1 - after], 0)) for x in (mine, theirs)]
-            return torch.cat(grown)
-
-        self.rows += other.rows
-        self.logits_B_V = torch.cat([self.logits_B_V, other.logits_B_V])
-        self.mask_B_T = joined(self.mask_B_T, other.mask_B_T, 0)
-        for mine, theirs in zip(self.cache.layers, other.cache.layers, strict=True):
-            mine.keys = joined(mine.keys, theirs.keys, 1)
-            mine.values = joined(mine.values, theirs.values, 1)
 
 
 class TransformersEngine:
@@ -142,8 +76,8 @@ class TransformersEngine:
             # Both libraries raise whatever their parts do; `tokenizers` plain Exception.
             raise EngineError(f"cannot load the model in {model_dir}: {error}") from error
         self._model: Any = model.eval().requires_grad_(False).to(self._device)
-        # By the names that they have before any layer holds adapters. Tied tensors are one parameter under several names.
-        self._parameters: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters(remove_duplicate=False))
+        # By the names that they have before any layer holds adapters.
+        self._weights = ModelWeights(self._model.named_parameters(remove_duplicate=False), self._device)
         self._serves_adapters = config.lora_serving == "adapter" or config.max_adapters > 1
         self._adapters: set[AdapterId] = set()
         self._pass = lora.AdapterPass()
@@ -155,15 +89,11 @@ class TransformersEngine:
         self._seeds = random.Random(0)
         self._images = images
         self._features: OrderedDict[str, torch.Tensor] = OrderedDict()
-        self._pending: dict[int, _Pending] = {}
-        self._waiting: deque[_Row] = deque()
-        self._batch: _Batch | None = None
+        self._pending: dict[int, Pending] = {}
+        self._waiting: deque[Row] = deque()
+        self._batch: Batch | None = None
         self._version = 0
         self._broken = False
-        self._arrivals = Arrivals(0, 0)
-        self._received: dict[str, str] = {}
-        self._written: dict[int, str] = {}
-        """By parameter, the digest of what an update has put there."""
         if images is not None:
             self._prove(images)
 
@@ -185,9 +115,9 @@ class TransformersEngine:
             stop_token_ids=self._stop_token_ids,
         )
         version = self._version if adapter is None else adapter.version
-        pending = _Pending(request, params, chunk_tokens(request.prompt), placed_images(request.prompt), adapter, version)
+        pending = Pending(request, params, chunk_tokens(request.prompt), placed_images(request.prompt), adapter, version)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        rows = [_Row(pending, index, random.Random(sample_seed(seed, index))) for index in range(request.n)]
+        rows = [Row(pending, index, random.Random(sample_seed(seed, index))) for index in range(request.n)]
         self._pending[id(pending)] = pending
         self._waiting.extend(rows)
 
@@ -214,7 +144,7 @@ class TransformersEngine:
 
     def _admit(self, places: int) -> None:
         while self._waiting and places > 0:
-            rows: list[_Row] = []
+            rows: list[Row] = []
             longest = 0
             while self._waiting and len(rows) < places:
                 longest = max(longest, len(self._waiting[0].pending.prompt))
@@ -228,10 +158,12 @@ class TransformersEngine:
             else:
                 self._batch.join(fresh)
 
-    def _prefill(self, rows: list[_Row]) -> _Batch:
+    def _prefill(self, rows: list[Row]) -> Batch:
         """Read the rows' prompts; equal prompts are read once."""
+        from transformers import DynamicCache
+
         places: dict[tuple[object, ...], int] = {}
-        prompts: list[_Pending] = []
+        prompts: list[Pending] = []
         for row in rows:
             if row.pending.request.prompt_logprobs and row.pending.prompt_logprobs is None:
                 row.pending.prompt_logprobs = self._score(row.pending.request.prompt, row.pending.adapter)
@@ -247,7 +179,7 @@ class TransformersEngine:
             mask[i, first:] = 1
             placed += [(i * longest + first + start, image) for start, image in pending.images]
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        batch = _Batch(rows, _empty_cache(), mask.to(self._device), torch.empty(0))
+        batch = Batch(rows, DynamicCache(), mask.to(self._device), torch.empty(0))
         adapters = [pending.adapter for pending in prompts]
         inputs = self._inputs(tokens.to(self._device), placed)
         batch.logits_B_V = self._forward(inputs, batch, positions.to(self._device), adapters)
@@ -257,7 +189,7 @@ class TransformersEngine:
             layer.keys, layer.values = layer.keys[index], layer.values[index]
         return batch
 
-    def _decode(self, batch: _Batch, tokens_B: torch.Tensor) -> None:
+    def _decode(self, batch: Batch, tokens_B: torch.Tensor) -> None:
         positions_B = batch.mask_B_T.sum(dim=1)
         batch.mask_B_T = pad(batch.mask_B_T, (0, 1), value=1)
         adapters = [row.pending.adapter for row in batch.rows]
@@ -288,7 +220,7 @@ class TransformersEngine:
     def _forward(
         self,
         inputs: dict[str, torch.Tensor],
-        batch: _Batch,
+        batch: Batch,
         positions_B_T: torch.Tensor,
         adapters_B: Sequence[AdapterId | None],
     ) -> torch.Tensor:
@@ -312,7 +244,7 @@ class TransformersEngine:
         slots = [-1 if adapter is None else distinct.index(str(adapter)) for adapter in adapters_B]
         return self._pass.using(distinct, torch.tensor(slots, device=self._device).repeat_interleave(tokens))
 
-    def _sample(self, batch: _Batch) -> torch.Tensor:
+    def _sample(self, batch: Batch) -> torch.Tensor:
         """Draw a token for every row by inverting its distribution at one uniform number of the row's generator, so that
         a draw does not depend on who else is in the batch."""
         params = [row.pending.params for row in batch.rows]
@@ -333,7 +265,7 @@ class TransformersEngine:
             row.logprobs.append(logprob)
         return tokens_B
 
-    def _finish_reason(self, row: _Row) -> FinishReason | None:
+    def _finish_reason(self, row: Row) -> FinishReason | None:
         params = row.pending.params
         if row.tokens[-1] in params.stop_token_ids:
             return "stop"
@@ -343,7 +275,7 @@ class TransformersEngine:
                 return "stop"
         return "length" if len(row.tokens) >= params.max_tokens else None
 
-    def _collect(self, row: _Row, reason: FinishReason) -> SampleResult | None:
+    def _collect(self, row: Row, reason: FinishReason) -> SampleResult | None:
         """Note a finished row; the result, if it was the last of its request."""
         pending = row.pending
         pending.samples[row.index] = Sample(
@@ -426,8 +358,8 @@ class TransformersEngine:
                 an update succeeds.
         """
         self.begin_update(0)
-        self._write(weights)
-        return self._finish(version)
+        self._weights.write(weights)
+        return self._finished(version, self._weights.ack())
 
     @property
     def ranks(self) -> int:
@@ -439,8 +371,7 @@ class TransformersEngine:
         self._features.clear()
         for held in list(self._adapters):
             self.drop_adapter(held)
-        IpcPayload.let_go()
-        self._arrivals, self._received, self._written = Arrivals(0, update), {}, {}
+        self._weights.begin(update)
 
     def read_probes(self, payload: Payload) -> Sequence[bytes]:
         return [read_device_probe(payload, 0)]
@@ -449,39 +380,15 @@ class TransformersEngine:
         raise WeightSyncError("the engine 'transformers' joins no NCCL group", hint="set engine.kind=vllm")
 
     def take_bucket(self, bucket: Bucket, payload: Payload) -> Sequence[BucketAck]:
-        memory = payload.open()  # also of one that is refused: the sender may be bringing it
-        self._arrivals.admit(bucket)
-        digests = self._write(bucket.tensors(memory))
-        wait_for_copies(self._device)  # out of the sender's memory, which it fills again once this is acknowledged
-        return [self._arrivals.note(bucket, digests)]
+        return [self._weights.take(bucket, payload)]
 
     def finish_update(self, version: int, counts: Mapping[int, int]) -> Sequence[WeightAck]:
-        IpcPayload.let_go()
-        self._arrivals.close(counts)
-        return [self._finish(version)]
+        return [self._finished(version, self._weights.finish(counts))]
 
-    @torch.no_grad()
-    def _write(self, weights: NamedTensors) -> dict[str, str]:
-        """Put tensors into the model; the digests of what was received."""
-        digests: dict[str, str] = {}
-        for name, tensor in weights:
-            parameter = self._parameters.get(name)
-            if parameter is None or parameter.shape != tensor.shape:
-                place = "no place" if parameter is None else f"shape {tuple(parameter.shape)}"
-                raise WeightSyncError(f"the engine has {place} for '{name}' of shape {tuple(tensor.shape)}")
-            digests[name] = tensor_digest(tensor)
-            if self._written.setdefault(id(parameter), digests[name]) != digests[name]:
-                raise WeightSyncError(f"'{name}' is tied to a parameter that arrived with other values")
-            parameter.copy_(tensor)
-        self._received.update(digests)
-        return digests
-
-    def _finish(self, version: int) -> WeightAck:
+    def _finished(self, version: int, ack: WeightAck) -> WeightAck:
         self._version = version
         self._broken = False
-        parameters = self._parameters
-        reached = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._written)
-        return WeightAck(self._received, reached, frozenset(parameters))
+        return ack
 
     @torch.no_grad()
     def update_adapter(self, adapter: LoraTensors, at: AdapterId) -> WeightAck:
@@ -514,9 +421,3 @@ class TransformersEngine:
     def _require_idle(self, purpose: str) -> None:
         if self._pending:
             raise EngineError(f"the engine cannot {purpose} while {len(self._pending)} requests are running")
-
-
-def _empty_cache() -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache()

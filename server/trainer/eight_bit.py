@@ -6,6 +6,7 @@ Of the second moment the square root is kept, whose range is half as wide, and n
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -61,14 +62,27 @@ def encoded(values: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torc
     return codes
 
 
-class EightBitOptimizer(MasterOptimizer):
-    """A `MasterOptimizer` whose moments of large parameters take 2 bytes in place of 8."""
+class Bytes(Protocol):
+    """A float32 tensor, or a rank's rows of one, in bytes: as `Quantized`, or `QuantizedRows` on several ranks."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(parameters)
-        large = {name: master for name, master in self.masters.items() if name not in self.exp_avg}
-        self._means = {name: Quantized(master, signed=True) for name, master in large.items()}
-        self._roots = {name: Quantized(master, signed=False) for name, master in large.items()}
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def get(self) -> torch.Tensor: ...
+
+    def put(self, tensor: torch.Tensor, /) -> None: ...
+
+
+class EightBitMoments(MasterOptimizer):
+    """A `MasterOptimizer` whose moments of large parameters take 2 bytes in place of 8. Subclasses make them."""
+
+    _means: Mapping[str, Bytes]
+    _roots: Mapping[str, Bytes]
+
+    @property
+    def _large(self) -> dict[str, torch.Tensor]:
+        """The masters whose moments are in bytes."""
+        return {name: master for name, master in self.masters.items() if not self._keeps_float(name)}
 
     def _keeps_float(self, name: str) -> bool:
         return self.parameters[name].numel() < SMALLEST
@@ -92,3 +106,12 @@ class EightBitOptimizer(MasterOptimizer):
             for name, quantized in kept.items():
                 state |= {f"{part}/{name}": quantized.codes, f"{part}_scale/{name}": quantized.scales}
         return state
+
+
+class EightBitOptimizer(EightBitMoments):
+    """8-bit moments in one process."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self._means = {name: Quantized(master, signed=True) for name, master in self._large.items()}
+        self._roots = {name: Quantized(master, signed=False) for name, master in self._large.items()}

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from opentinker.client.messages import AdamParams
-from opentinker.server.trainer.eight_bit import BLOCK, SMALLEST, codebook, encoded
+from opentinker.server.trainer.eight_bit import BLOCK, EightBitMoments, codebook, encoded
 from opentinker.server.trainer.gathered import Gather
 from opentinker.server.trainer.ranks import Ranks, rows_of
 from opentinker.server.trainer.row_optimizer import RowOptimizer
@@ -48,38 +47,14 @@ class QuantizedRows:
         return entries[self._lead : self._lead + self.codes.numel()].view(self.codes.shape)
 
 
-class EightBitRowOptimizer(RowOptimizer):
+class EightBitRowOptimizer(EightBitMoments, RowOptimizer):
     """A `RowOptimizer` with moments as `EightBitOptimizer` has them; their checkpoints are the same."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: Ranks, gather: Gather | None = None) -> None:
         super().__init__(parameters, ranks, gather)
-        large = {name: master for name, master in self.masters.items() if not self._keeps_float(name)}
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
-        self._means = {name: QuantizedRows(own, shapes[name], ranks, signed=True) for name, own in large.items()}
-        self._roots = {name: QuantizedRows(own, shapes[name], ranks, signed=False) for name, own in large.items()}
-
-    def _keeps_float(self, name: str) -> bool:
-        return self.parameters[name].numel() < SMALLEST
-
-    def _move(
-        self, names: Sequence[str], masters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], params: AdamParams
-    ) -> None:
-        for name, master, gradient in zip(names, masters, gradients, strict=True):  # one at a time, in float32 meanwhile
-            if name not in self._means:
-                super()._move([name], [master], [gradient], params)
-                continue
-            mean, root = self._means[name], self._roots[name]
-            exp_avg, exp_avg_sq = mean.get(), root.get().square_()
-            self._adamw([master], [gradient], [exp_avg], [exp_avg_sq], params)
-            mean.put(exp_avg)
-            root.put(exp_avg_sq.sqrt_())
-
-    def held(self) -> dict[str, torch.Tensor]:
-        state = super().held()
-        for part, kept in (("exp_avg", self._means), ("exp_avg_sq_root", self._roots)):
-            for name, quantized in kept.items():
-                state |= {f"{part}/{name}": quantized.codes, f"{part}_scale/{name}": quantized.scales}
-        return state
+        self._means = {name: QuantizedRows(own, shapes[name], ranks, signed=True) for name, own in self._large.items()}
+        self._roots = {name: QuantizedRows(own, shapes[name], ranks, signed=False) for name, own in self._large.items()}
 
     def like(self) -> dict[str, torch.Tensor]:
         found = super().like()

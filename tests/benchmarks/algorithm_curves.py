@@ -11,13 +11,16 @@ learning rate are the same for all. `draw` prints the table of docs/algorithms.m
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny_model import build_tiny_model
 
 TESTS = Path(__file__).parents[1]
 START_S = 170.0
@@ -99,15 +102,9 @@ def config_of(name: str, model: Path, steps: int) -> dict[str, Any]:
 
 def prepare(folder: Path) -> Path:
     """The model, which is returned, the environment, and the user's function, in a folder."""
-    spec = importlib.util.spec_from_file_location("tests_conftest", TESTS / "conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     (folder / "digits.py").write_text(ENVIRONMENT)
     (folder / "mine.py").write_text(ADVANTAGES)
-    made: Path = module.build_tiny_model(folder / "model")
-    return made
+    return build_tiny_model(folder / "model")
 
 
 async def train(config: dict[str, Any], folder: Path, run_dir: Path) -> dict[str, Any]:

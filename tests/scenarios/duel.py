@@ -9,7 +9,6 @@ an interval that excludes the control's.
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import random
 import shutil
@@ -27,8 +26,7 @@ from opentinker.config.job import RLJobConfig
 from opentinker.config.server import LoraConfig
 from opentinker.env.environment import Action, Message
 from opentinker.env.load import load_environment
-from opentinker.environments.gomoku.board import board_text, cell_name
-from opentinker.environments.gomoku_duel import GomokuDuel
+from opentinker.environments.gomoku.board import cell_name
 from opentinker.multiagent.arena import CrossPlay, cross_play
 from opentinker.rendering.renderer import ConversationRenderer
 from opentinker.rendering.supervised import SupervisedRenderer
@@ -37,38 +35,22 @@ from opentinker.training.agents import AgentsLoop
 from opentinker.training.recorder import Recorder
 from opentinker.training.svg import Series, line_chart
 
-TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration" / "server"))
+
+import agents_tools
+from server_tools import serving
+from tiny_model import build_tiny_model
+
 LORA = LoraConfig(rank=16)
 SEATS = ("black", "white")
 
 
-def _tools(path: str) -> Any:
-    """A module of the tests'."""
-    spec = importlib.util.spec_from_file_location(f"duel_{Path(path).stem}", TESTS / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-build_tiny_model = _tools("conftest.py").build_tiny_model
-serving = _tools("integration/server/server_tools.py").serving
-
-
-class Terse(GomokuDuel):
-    """On 3 x 3 cells, in few words; an illegal answer loses the game."""
+class Terse(agents_tools.Terse):
+    """An illegal answer loses the game."""
 
     def __init__(self) -> None:
-        super().__init__(size=3, win_length=3, illegal="lose")
-
-    def _introduction(self, seat: Any) -> str:
-        return f"You are {seat.label}."
-
-    def _position(self) -> str:
-        assert self._game is not None
-        return board_text(self._game.board)
+        super().__init__(illegal="lose")
 
 
 def legal_games(count: int, seed: int) -> list[list[Message]]:

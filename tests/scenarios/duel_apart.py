@@ -10,7 +10,6 @@ barrier's timeout, and unless both ends are the same.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -30,7 +29,10 @@ from exact_resume import difference
 import opentinker as ot
 from opentinker.scheduler.cluster import EmbeddedCluster
 
-TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny_model import build_tiny_model
+
 AGENTS = ("black", "white")
 WAIT_S = 120.0
 BARRIER_S = 30.0
@@ -71,12 +73,7 @@ class Vowels(ot.MultiAgentEnvironment):
 
 
 def prepare(folder: Path) -> None:
-    spec = importlib.util.spec_from_file_location("tests_conftest", TESTS / "conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.build_tiny_model(folder / "model")
+    build_tiny_model(folder / "model")
     (folder / "vowels.py").write_text(GAME)
     (folder / "token").write_text("the-token-of-this-scenario")
 

@@ -12,7 +12,6 @@ are; the exit code is 1 unless that is nothing at all.
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import random
@@ -24,6 +23,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny_model import build_tiny_model
 
 TESTS = Path(__file__).parents[1]
 CHILD_S = 170.0
@@ -114,12 +117,7 @@ def config_of(kind: str, model: Path, steps: int) -> dict[str, Any]:
 
 def prepare(folder: Path) -> None:
     """The model, the environment and the examples that the runs share."""
-    spec = importlib.util.spec_from_file_location("tests_conftest", TESTS / "conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.build_tiny_model(folder / "model")
+    build_tiny_model(folder / "model")
     (folder / "counting.py").write_text(ENVIRONMENT)
     rows = [{"prompt": f"What is {n} + {n}?", "completion": f"The answer is {2 * n}."} for n in range(12)]
     (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -27,9 +27,9 @@ def own_logprobs(model: Any) -> Any:
 
 
 def main(ranks: int = 2) -> None:
-    from conftest import build_tiny_model
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
+    from tiny_model import build_tiny_model
     from transformers import AutoModelForCausalLM
 
     from opentinker.client.messages import TokenChunk

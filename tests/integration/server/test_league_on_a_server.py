@@ -2,19 +2,17 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from server_tools import FAST, PROMPT, REWARDED, Server, datum, serving
+from agents_tools import LORA, agents_server, job_of
+from server_tools import FAST, PROMPT, REWARDED, Server, datum
 
 from opentinker.client.messages import FloatArray, LossConfig, Minibatch, SamplingParams
 from opentinker.client.policy import PolicyClient
-from opentinker.config.base import parse_config
-from opentinker.config.job import RLJobConfig
 from opentinker.config.server import LoraConfig
 from opentinker.env.environment import Action
 from opentinker.env.load import load_environment
@@ -24,7 +22,7 @@ from opentinker.multiagent.protocol import RoundRobin
 from opentinker.training.agents import AgentsLoop
 from opentinker.training.recorder import Recorder
 
-LORA = LoraConfig(rank=4)
+CONTEXT = 128
 ELSEWHERE = "ann/job-1/final@3"
 
 
@@ -41,12 +39,8 @@ class Longest(MultiAgentEnvironment):
         return MultiStepResult({agent: float(len(action.text))}, done=agent == "red")
 
 
-@asynccontextmanager
-async def played(model_dir: Path, root: Path, **options: Any) -> AsyncIterator[Server]:
-    async with serving(
-        model_dir, root, lora=LORA, lora_serving="adapter", max_adapters=4, max_model_len=128, **options
-    ) as server:
-        yield server
+def played(model_dir: Path, root: Path, **options: Any) -> AbstractAsyncContextManager[Server]:
+    return agents_server(model_dir, root, max_adapters=4, max_model_len=CONTEXT, **options)
 
 
 async def logprobs(policy: PolicyClient) -> FloatArray:
@@ -60,24 +54,6 @@ async def train(policy: PolicyClient, steps: int = 3) -> None:
     loss = LossConfig(name="importance_sampling")
     for _ in range(steps):
         await policy.train_step([datum()], [Minibatch(indices=(0,), factor=1.0)], loss, FAST)
-
-
-def job(agents: Any) -> RLJobConfig:
-    return parse_config(
-        RLJobConfig,
-        {
-            "base_model": "unused",
-            "lora": LORA.model_dump(),
-            "environment": {"name": "unused"},
-            "agents": agents,
-            "engine": {"max_model_len": 128},
-            "algorithm": {"group_size": 4},
-            "sampling": {"max_tokens": 3},
-            "rollout": {"groups_per_step": 4, "max_turns": 1},
-            "evaluation": {"at_start": False, "at_end": False},
-            "training": {"steps": 3, "optimizer": {"learning_rate": 1e-2}},
-        },
-    )
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +79,10 @@ async def test_past_versions_and_a_checkpoint_play_with_the_weights_that_were_sa
             "white": {"pool": {"of": "black", "every": 1, "strategy": "latest", "slots": 1}},
             "red": {"checkpoint": "job-1/final"},
         }
-        recorder = Recorder(tmp_path / "run", job(agents).model_dump(mode="json"))
-        loop = await AgentsLoop.connect(job(agents), load_environment(Longest), server.client, recorder)
+        rollout = {"groups_per_step": 4, "max_turns": 1}
+        config = job_of(agents, {"steps": 3}, engine={"max_model_len": CONTEXT}, rollout=rollout)
+        recorder = Recorder(tmp_path / "run", config.model_dump(mode="json"))
+        loop = await AgentsLoop.connect(config, load_environment(Longest), server.client, recorder)
         red = loop._policies["red"]
         assert np.array_equal(await logprobs(red), theirs)  # type: ignore[arg-type]
         await loop.run(2)

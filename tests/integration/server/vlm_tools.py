@@ -3,10 +3,11 @@
 import io
 from pathlib import Path
 
+from tiny_model import LLAMA, byte_level_tokenizer, make_peaked
+
 IMAGE_SIZE, PATCH_SIZE, SHUFFLE = 32, 8, 2
 IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2 // SHUFFLE**2
 """Features, and so placeholder tokens, of one tile."""
-VOCAB_SIZE = 512
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -38,44 +39,12 @@ def build_tiny_vlm(folder: Path, *, seed: int = 0, image_seq_len: int = IMAGE_TO
     """Write a random float32 Idefics3 (text: hidden 64, head_dim 32, tied head, context 512; pictures of 32 x 32, or with
     `tiles` cut into such tiles) with its image processor and a byte-level BPE tokenizer with ChatML tokens into `folder`."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, PreTrainedTokenizerFast
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        unk_token="<|endoftext|>",
-        chat_template=CHAT_TEMPLATE,
-    )
+    tokenizer = byte_level_tokenizer(SPECIAL, CORPUS, CHAT_TEMPLATE)
     config = Idefics3Config(
-        text_config={
-            "model_type": "llama",
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 2,
-        },
+        text_config={"model_type": "llama", **LLAMA},
         vision_config={
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -93,16 +62,12 @@ def build_tiny_vlm(folder: Path, *, seed: int = 0, image_seq_len: int = IMAGE_TO
     )
     torch.manual_seed(seed)
     model = Idefics3ForConditionalGeneration(config)
-    with torch.no_grad():
-        # Larger than the usual initialisation: distributions must be peaked enough for tests to tell weights apart.
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0.0, 0.15)
+    make_peaked(model)
     model.save_pretrained(folder)
     pictures = Idefics3ImageProcessorPil(
         size={"longest_edge": 2 * IMAGE_SIZE}, max_image_size={"longest_edge": IMAGE_SIZE}, do_image_splitting=tiles
     )
-    Idefics3Processor(pictures, fast, image_seq_len=image_seq_len, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    Idefics3Processor(pictures, tokenizer, image_seq_len=image_seq_len, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     return folder
 
 

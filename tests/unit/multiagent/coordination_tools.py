@@ -19,7 +19,7 @@ from opentinker.environments.hosting.auth import Token
 from opentinker.environments.hosting.settings import HostSettings
 from opentinker.multiagent.coordination.coordinator import Coordinator
 from opentinker.multiagent.coordination.member import Member
-from opentinker.multiagent.coordination.play import SeatRunner
+from opentinker.multiagent.coordination.seat_runner import SeatRunner
 from opentinker.multiagent.environment import MultiAgentEnvironment
 from opentinker.multiagent.players import Player, PolicyPlayer
 from opentinker.multiagent.runner import Groups

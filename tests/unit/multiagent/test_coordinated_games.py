@@ -20,7 +20,7 @@ from opentinker.config.rollout import RolloutConfig
 from opentinker.env.load import load_environment
 from opentinker.environments.gomoku_duel import GomokuDuel
 from opentinker.errors import EngineError
-from opentinker.multiagent.coordination.play import SeatRunner
+from opentinker.multiagent.coordination.seat_runner import SeatRunner
 from opentinker.multiagent.environment import MultiAgentEnvironment
 from opentinker.multiagent.players import ModelPlayer, Player, ScriptedPlayer
 from opentinker.multiagent.protocol import AgentProtocol, EnvironmentChooses, Free, ModeratorChooses, RoundRobin, Simultaneous

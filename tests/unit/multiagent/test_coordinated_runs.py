@@ -254,13 +254,8 @@ class Driving(RuleBasedStateMachine):
     def ones(self, state: str) -> list[str]:
         return [name for name in self.names if self.state[name] == state and name in self.alive]
 
-    @precondition(lambda self: self.run.ended is None)
-    @rule(data=st.data())
-    def act(self, data: st.DataObject) -> None:
-        able = [name for name in self.names if name in self.alive and self.state[name] in ("idle", "played", "updating")]
-        if not able:
-            return
-        name = data.draw(st.sampled_from(able))
+    def goes_on(self, name: str) -> None:
+        """What this driver does next, if it waits for nobody."""
         self.run.alive(name, self.now)
         match self.state[name]:
             case "idle":
@@ -273,6 +268,15 @@ class Driving(RuleBasedStateMachine):
                 self.state[name] = "updated"
                 self.run.finish(name, Moment(self.iteration, Phase.UPDATE), self.now)
         self.follow()
+
+    @precondition(lambda self: self.run.ended is None)
+    @rule(data=st.data())
+    def act(self, data: st.DataObject) -> None:
+        able = [name for name in self.names if name in self.alive and self.state[name] in ("idle", "played", "updating")]
+        if not able:
+            return
+        name = data.draw(st.sampled_from(able))
+        self.goes_on(name)
 
     @precondition(lambda self: self.run.ended is None and "playing" in self.state.values())
     @rule()
@@ -332,18 +336,7 @@ class Driving(RuleBasedStateMachine):
             for name in sorted(self.alive):
                 if name not in self.alive:
                     continue
-                self.run.alive(name, self.now)
-                match self.state[name]:
-                    case "idle":
-                        self.state[name] = "opened"
-                        self.run.open(name, a_round(self.iteration + 1), self.now)
-                    case "played":
-                        self.state[name] = "rolled"
-                        self.run.finish(name, Moment(self.iteration, Phase.ROLLOUT), self.now)
-                    case "updating":
-                        self.state[name] = "updated"
-                        self.run.finish(name, Moment(self.iteration, Phase.UPDATE), self.now)
-                self.follow()
+                self.goes_on(name)
             if "playing" in self.state.values():
                 self.games_end()
             self.time_passes(5.0)

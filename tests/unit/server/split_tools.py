@@ -1,12 +1,14 @@
-"""A worker whose engine is elsewhere, for tests: a host in this process, and a fake engine that takes buckets."""
+"""A worker whose engine is elsewhere, for tests: a host in this process, and fakes: an engine that takes buckets, a trainer."""
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from opentinker.client.messages import Datum, FloatArray
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck
 from opentinker.server.carriers import Payload
 from opentinker.server.digest import tensor_digest
@@ -56,6 +58,25 @@ class Bucketed:
     def finish_update(self, version: int, counts: Mapping[int, int]) -> Sequence[WeightAck]:
         self._arrivals.close(counts)
         return [self._engine.update_weights(cast(NamedTensors, self._tensors), version)]
+
+
+class StillTrainer:
+    """A fake trainer of full parameters, under which every token has the logprob 0."""
+
+    def create_policy(self, *_: object) -> None:
+        pass
+
+    def samples(self, policy: str) -> bool:
+        return True
+
+    def is_lora(self, policy: str) -> bool:
+        return False
+
+    def forward(self, policy: str, data: Sequence[Datum], **_: object) -> dict[str, list[FloatArray]]:
+        return {"logprobs": [np.zeros(len(datum), np.float32) for datum in data]}
+
+    def close(self) -> None:
+        pass
 
 
 @contextmanager

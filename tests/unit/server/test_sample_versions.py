@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_tools import LAYOUTS, placed
+from split_tools import LAYOUTS, StillTrainer, placed
 
-from opentinker.client.messages import Datum, FloatArray, IntArray, Sample, SampleRequest, SampleResult, TokenChunk
+from opentinker.client.messages import FloatArray, IntArray, Sample, SampleRequest, SampleResult, TokenChunk
 from opentinker.errors import VersionNotServedError, from_problem
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, NamedTensors, WeightAck
@@ -71,24 +71,12 @@ class CountingEngine:
         pass
 
 
-class CountingTrainer:
+class CountingTrainer(StillTrainer):
     """Its weights never change. An `optim_step` decides whether publishes succeed from then on: with a learning rate of 0 they
     do not."""
 
     def __init__(self, engine: CountingEngine) -> None:
         self._engine = engine
-
-    def create_policy(self, *_: object) -> None:
-        pass
-
-    def samples(self, policy: str) -> bool:
-        return True
-
-    def is_lora(self, policy: str) -> bool:
-        return False
-
-    def forward(self, policy: str, data: Sequence[Datum], **_: object) -> dict[str, list[FloatArray]]:
-        return {"logprobs": [np.zeros(len(datum), np.float32) for datum in data]}
 
     def full_weights(self, policy: str) -> NamedTensors:
         return [("weight", torch.zeros(2))]
@@ -96,9 +84,6 @@ class CountingTrainer:
     def optim_step(self, policy: str, params: Any, **_: object) -> dict[str, float]:
         self._engine.reach = params.learning_rate > 0
         return {"grad_norm": 0.0}
-
-    def close(self) -> None:
-        pass
 
 
 @contextmanager

@@ -14,11 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from split_tools import LAYOUTS, placed
+from split_tools import LAYOUTS, StillTrainer, placed
 
 from opentinker.client.messages import (
     Chunk,
-    Datum,
     FloatArray,
     PolicySpec,
     Sample,
@@ -95,7 +94,7 @@ class AdapterEngine:
         pass
 
 
-class AdapterTrainer:
+class AdapterTrainer(StillTrainer):
     """Its weights never change. An `optim_step` decides whether a policy's publishes succeed from then on: with a learning rate
     of 0 they do not."""
 
@@ -109,14 +108,8 @@ class AdapterTrainer:
     def delete_policy(self, policy: str) -> None:
         del self.lora[policy]
 
-    def samples(self, policy: str) -> bool:
-        return True
-
     def is_lora(self, policy: str) -> bool:
         return self.lora[policy]
-
-    def forward(self, policy: str, data: Sequence[Datum], **_: object) -> dict[str, list[FloatArray]]:
-        return {"logprobs": [np.zeros(len(datum), np.float32) for datum in data]}
 
     def adapter(self, policy: str) -> LoraTensors:
         return LoraTensors(1, 1.0, ("q",), {"a": torch.zeros(2)})
@@ -124,9 +117,6 @@ class AdapterTrainer:
     def optim_step(self, policy: str, params: Any, **_: object) -> dict[str, float]:
         (self._engine.lost.discard if params.learning_rate > 0 else self._engine.lost.add)(policy)
         return {"grad_norm": 0.0}
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass

@@ -10,9 +10,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from split_tools import Bucketed, PickledLink
+from split_tools import Bucketed, PickledLink, StillTrainer
 
-from opentinker.client.messages import Chunk, Datum, FloatArray, Sample, SampleRequest, SampleResult, TokenChunk
+from opentinker.client.messages import Chunk, FloatArray, Sample, SampleRequest, SampleResult, TokenChunk
 from opentinker.errors import ContextOverflowError, EngineError, InvalidRequestError, ServerLostError
 from opentinker.server.carriers import InlineCarrier, SharedCarrier
 from opentinker.server.digest import tensor_digest
@@ -79,23 +79,11 @@ class GatedEngine:
         pass
 
 
-class SlowTrainer:
+class SlowTrainer(StillTrainer):
     """Its `optim_step` takes until it is let go."""
 
     def __init__(self) -> None:
         self.computing, self.go = threading.Event(), threading.Event()
-
-    def create_policy(self, *_: object) -> None:
-        pass
-
-    def samples(self, policy: str) -> bool:
-        return True
-
-    def is_lora(self, policy: str) -> bool:
-        return False
-
-    def forward(self, policy: str, data: Sequence[Datum], **_: object) -> dict[str, list[FloatArray]]:
-        return {"logprobs": [np.zeros(len(datum), np.float32) for datum in data]}
 
     def full_weights(self, policy: str) -> NamedTensors:
         return [(f"layers.{number}", torch.zeros(20)) for number in range(3)]
@@ -104,9 +92,6 @@ class SlowTrainer:
         self.computing.set()
         assert self.go.wait(WAIT_S)
         return {"grad_norm": 0.0}
-
-    def close(self) -> None:
-        pass
 
 
 class Cut:

@@ -27,8 +27,8 @@ from opentinker.server.device_groups import Group, Invitation, NcclGroup, in_thr
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import WeightAck
 from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
+from opentinker.server.engine.model_weights import ModelWeights
 from opentinker.server.engine.remote import RemoteEngine
-from opentinker.server.engine.transformers_engine import TransformersEngine
 from opentinker.server.ways import Wish, kinds_to_try
 
 RANKS = 2
@@ -302,20 +302,19 @@ class Queued(torch.nn.Parameter):
 
 def test_the_transformers_engine_acknowledges_a_bucket_when_all_of_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=Queued.run))
-    engine = object.__new__(TransformersEngine)
-    engine._device = torch.device("cuda")
-    engine._parameters = {"a": Queued(torch.zeros(64)), "b": Queued(torch.zeros(64))}
-    engine._arrivals, engine._received, engine._written = Arrivals(0, 1), {}, {}
+    parameters: dict[str, torch.nn.Parameter] = {"a": Queued(torch.zeros(64)), "b": Queued(torch.zeros(64))}
+    weights = ModelWeights(parameters.items(), torch.device("cuda"))
+    weights.begin(1)
     sent = torch.arange(128, dtype=torch.float32)
     memory = sent.view(torch.uint8).clone()
     halves = [
         Entry(name, "float32", (64,), start, 256, tensor_digest(sent[start // 4 :][:64]))
         for name, start in (("a", 0), ("b", 256))
     ]
-    engine.take_bucket(Bucket(1, 0, 0, tuple(halves)), cast(Payload, SimpleNamespace(open=lambda: memory)))
+    weights.take(Bucket(1, 0, 0, tuple(halves)), cast(Payload, SimpleNamespace(open=lambda: memory)))
     memory.zero_()  # it was acknowledged, so it is the sender's again
     Queued.run()
-    assert torch.equal(torch.cat([engine._parameters["a"].data, engine._parameters["b"].data]), sent)
+    assert torch.equal(torch.cat([parameters["a"].data, parameters["b"].data]), sent)
 
 
 def test_the_device_is_where_torch_takes_it_from() -> None:
