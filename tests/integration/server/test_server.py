@@ -164,8 +164,11 @@ async def test_forward_computes_what_is_asked_for(tiny_model_dir: Path, tmp_path
         for arrays in scores.values():
             assert [(a.shape, a.dtype) for a in arrays] == [((len(datum()),), np.float32)] * 2
             assert not arrays[0][datum().weights == 0].any()
-        np.testing.assert_array_equal(scores["reference_logprobs"][0][-len(REWARDED) :], before)
-        np.testing.assert_array_equal(scores["logprobs"][0][-len(REWARDED) :], await server.logprobs())
+        # Two data are computed together here and one there: kernels may add in another order.
+        now = await server.logprobs()
+        np.testing.assert_allclose(scores["reference_logprobs"][0][-len(REWARDED) :], before, atol=1e-4)
+        np.testing.assert_allclose(scores["logprobs"][0][-len(REWARDED) :], now, atol=1e-4)
+        assert np.abs(np.subtract(now, before)).max() > 1e-2
         entropies = scores["entropy"][0][-len(REWARDED) :]
         assert ((entropies > 0) & (entropies < np.log(512))).all()
 
