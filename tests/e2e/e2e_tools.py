@@ -14,7 +14,7 @@ from opentinker.client.scheduler import SchedulerClient
 
 OPENTINKER = str(Path(sys.executable).with_name("opentinker"))
 MARKER = "OPENTINKER_RUN"
-LEASE_S = 6.0
+LEASE_S = 8.0
 SLOTS = 2
 
 CLUSTER = f"""
@@ -112,7 +112,7 @@ def marked() -> tuple[str, dict[str, str]]:
     return marker, os.environ | {MARKER: marker}
 
 
-def opentinker(*arguments: str | Path, timeout_s: float = 120.0, env: dict[str, str] | None = None, **kwargs: Any) -> Any:
+def opentinker(*arguments: str | Path, timeout_s: float = 300.0, env: dict[str, str] | None = None, **kwargs: Any) -> Any:
     """Run the command to its end."""
     command = [OPENTINKER, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False, **kwargs)

@@ -29,14 +29,14 @@ def hosted(project: Path, tmp_path: Path) -> Iterator[str]:
             [*command, "--workers", "2", "--token-file", str(token)], env=env, stdout=out, stderr=out, cwd=tmp_path
         )
     try:
-        wait_until(lambda: re.search(r"http://[\d.]+:\d+", log.read_text()) is not None, 60, "the server says where it is")
+        wait_until(lambda: re.search(r"http://[\d.]+:\d+", log.read_text()) is not None, 180, "the server says where it is")
         found = re.search(r"http://[\d.]+:\d+", log.read_text())
         assert found is not None
         yield found[0]
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
-    wait_until(lambda: processes_of(marker) == [], 20, "no process of the server is left")
+        process.wait(120)
+    wait_until(lambda: processes_of(marker) == [], 25, "no process of the server is left")
 
 
 def rows(cluster: Cluster, job_id: str) -> list[dict[str, object]]:
@@ -74,7 +74,7 @@ def test_a_forgotten_token_is_said_so_before_anything_starts(cluster: Cluster, p
     result = opentinker("submit", project / "job.yaml", f"environment.name={hosted}", "--state-dir", cluster.state_dir)
     if result.returncode == 0:  # what cannot be asked from here is not checked here: then the job says it
         job_id = result.stdout.strip()
-        wait_until(lambda: cluster.client.job(job_id)["ended_at"] is not None, 90, "the job has ended")
+        wait_until(lambda: cluster.client.job(job_id)["ended_at"] is not None, 180, "the job has ended")
         assert "token" in cluster.client.job(job_id)["cause"]
     else:
         assert "token" in result.stderr

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 HERE = Path(__file__).parent
-LEASE_S = 4.0
+LEASE_S = 8.0
 SETTINGS: dict[str, Any] = {
     "worker_class": "scheduler_stand_ins:WorkerProcess",
     "front_class": "scheduler_stand_ins:FrontProcess",
@@ -82,7 +82,7 @@ class Api:
     def interactive(self, model: str = "fine") -> dict[str, Any]:
         return self.post("/v1/jobs", {"config": {"kind": "interactive", "base_model": model}})
 
-    def wait(self, job: dict[str, Any], *states: str, timeout_s: float = 30.0, alive: bool = True) -> dict[str, Any]:
+    def wait(self, job: dict[str, Any], *states: str, timeout_s: float = 90.0, alive: bool = True) -> dict[str, Any]:
         """The job once it is in one of the states; meanwhile its lease is renewed, if `alive`."""
         deadline = time.monotonic() + timeout_s
         while job["state"] not in states:
@@ -115,7 +115,7 @@ class Api:
     def free_slots(self) -> int:
         return sum(node["free_cpu_slots"] for node in self.get("/v1/cluster")["nodes"])
 
-    def wait_free(self, slots: int, timeout_s: float = 15.0) -> None:
+    def wait_free(self, slots: int, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.free_slots() != slots:
             assert time.monotonic() < deadline, f"{self.free_slots()} slots are free, not {slots}"

@@ -83,14 +83,14 @@ def test_no_process_is_left_of_a_cluster_with_a_running_job(
     # A signal to our process group, as terminals and service managers send it, does not reach Ray and the jobs.
     assert os.getpgid(process.pid) not in map(os.getpgid, others)
     if ending == "stop":
-        output, errors = process.communicate("", timeout=60.0)
+        output, errors = process.communicate("", timeout=120.0)
         assert output == "stopped\n"
         assert errors == ""
         assert not state.cluster.exists()
     else:
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=10.0)
-    deadline = time.monotonic() + 20.0
+        process.communicate(timeout=60.0)
+    deadline = time.monotonic() + 25.0
     while left := processes_with(marker):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -107,7 +107,7 @@ def test_a_port_in_use_is_told_before_anything_starts(tmp_path: Path) -> None:
         started = time.monotonic()
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use") as caught:
             cluster.EmbeddedCluster.start(tmp_path / "state", tmp_path / "runs", port=port)
-        assert time.monotonic() - started < 10.0
+        assert time.monotonic() - started < 60.0
     assert "--port 0" in caught.value.hint
     assert StateDir(tmp_path / "state").running() is None
 
@@ -142,7 +142,7 @@ def script(code: str, *arguments: str) -> Iterator[str]:
     ) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
-        process.communicate("", timeout=60.0)
+        process.communicate("", timeout=120.0)
         assert process.returncode == 0
 
 

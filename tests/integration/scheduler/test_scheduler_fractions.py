@@ -30,7 +30,7 @@ def free_gpus(api: Any) -> float:
 
 
 def until_free(api: Any, gpus: float) -> None:
-    deadline = time.monotonic() + 15.0
+    deadline = time.monotonic() + 60.0
     while free_gpus(api) != gpus:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -64,7 +64,7 @@ def server(
     if not url:
         pytest.fail(process.communicate()[1])
     yield Server(folder, url, database_url)
-    _, errors = process.communicate("", timeout=60.0)
+    _, errors = process.communicate("", timeout=120.0)
     assert errors == ""
 
 

@@ -61,7 +61,7 @@ async def test_the_actors_serve_a_policy_and_the_death_of_the_worker_is_a_typed_
     assert (await client.publish())["version"] == 1
     health = await front.health.remote()
     assert (health["ok"], health["cause"], health["pid"]) == (True, "", address["pid"])
-    assert health["idle_s"] < 30.0
+    assert health["idle_s"] < 120.0
 
     running = asyncio.create_task(client.sample([5, 6], SamplingParams(max_tokens=250), n=16))
     await asyncio.sleep(0.2)
