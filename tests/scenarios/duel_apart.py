@@ -126,7 +126,7 @@ def drive(url: str, key: str, place: str, folder: Path, agent: str, run: str, st
             job,
             place,
             {agent: ot.AgentConfig()},
-            ot.GRPO(group_size=4),
+            ot.GRPO(group_size=4, epochs=16),  # so that an update is long enough to be killed within
             coordinator=ot.CoordinatorConfig(run=run),
             sampling=ot.SamplingConfig(max_tokens=8),
             rollout=ot.RolloutConfig(groups_per_step=4, max_turns=2),
