@@ -116,5 +116,5 @@ async def together(
 def _stuck(late: Sequence[Straggler], moment: Moment, waited_s: float, timeout_s: float) -> AgentStuckError:
     return AgentStuckError(
         f"{' and '.join(map(str, late))} held up the others in {moment} for {waited_s:.3g} s",
-        hint=f"turns.barrier_timeout_s ({timeout_s:g}) is how long a server may without finishing an update",
+        hint=f"turns.barrier_timeout_s ({timeout_s:g}) is how long a server may go without finishing an update",
     )
