@@ -283,6 +283,8 @@ class RLJobConfig(TrainingJobConfig):
         check_algorithms(algorithms)
         if self.coordinator is not None:
             check_meeting(self.coordinator, self.environment.name, self.arena, algorithms)
+        elif self.turns.on_lost != "fail":
+            raise ValueError("turns.on_lost says what becomes of a run of several drivers, and there is no coordinator")
         if self.start_from:
             raise ValueError("start_from is for a job of one agent; agents have one each")
         check_variables(

@@ -629,6 +629,7 @@ def test_a_driver_that_cannot_join_anew_ends_with_the_cause_for_which_it_had_to(
             "max_resamples must be 0 with a coordinator",
         ),
         ({"turns": {"on_lost": "go_on"}}, "on_lost 'go_on' takes on_late 'forfeit'"),
+        ({"turns": {"on_lost": "go_on", "on_late": "forfeit"}}, "turns.on_lost .* there is no coordinator"),
         ({"turns": {"barrier_timeout_s": 0}}, "turns.barrier_timeout_s"),
     ],
 )
