@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
+from opentinker.client.ending import Ending
 from opentinker.client.local import find_cluster
 from opentinker.client.policy import PolicyClient
 from opentinker.client.reach import Connect, choose_endpoint
@@ -213,6 +214,7 @@ class Job:
         self._sync = SyncRunner()
         self._policies: dict[str, PolicyClient] = {}
         self._closed = threading.Event()
+        self._ending = Ending()
         self._heart = threading.Thread(target=self._beat, name=f"lease-{self.id}", daemon=True)
         self._heart.start()
 
@@ -271,7 +273,7 @@ class Job:
 
     def run(self, work: Callable[[PolicyClient], Awaitable[T]], *, server: str = "") -> T:
         """Run async work on the job's policy from synchronous code, on the job's event loop; with `server`, on that of this one
-        of its further servers.
+        of its further servers. When the job ends meanwhile, so does the work.
 
         Raises:
             ConfigError: the job has no such server.
@@ -284,7 +286,7 @@ class Job:
             return await work(self.client_of(server))
 
         with self.explained():
-            return self._sync.run(connected())
+            return self._sync.run(self._ending.during(connected()))
 
     def create_policy(self, lora: LoraConfig, *, name: str = "", seed: int = 0) -> PolicyClient:
         """Another policy on the job's server; see `PolicyClient.create_policy`. Its calls are for `run`:
@@ -326,6 +328,12 @@ class Job:
         """Take the scheduler's word; an answer that was overtaken by the end of the job is stale."""
         if self.state not in ENDED:
             self._record = record
+        if self.state in ENDED:
+            self._ending.tell(self._account())
+
+    def _account(self) -> str:
+        """How the job ended."""
+        return f"job {self.id} is {self.state}: {self._record.get('cause') or 'no cause is known'}"
 
     def _end(self, tell: Callable[[str], dict[str, Any]]) -> None:
         if self._closed.is_set():
@@ -377,6 +385,5 @@ class Job:
 
     def _raise_if_ended(self, kind: type[JobFailedError], cause: BaseException | None = None) -> None:
         if self.state in ENDED:
-            why = self._record.get("cause") or "no cause is known"
             lost = kind if self.state == "FAILED" else JobFailedError
-            raise lost(f"job {self.id} is {self.state}: {why}", hint=f"`opentinker logs {self.id}` has more") from cause
+            raise lost(self._account(), hint=f"`opentinker logs {self.id}` has more") from cause

@@ -282,7 +282,7 @@ def _as_error(cause: BaseException) -> OpenTinkerError:
     if isinstance(cause, OpenTinkerError):
         return cause
     if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt):
-        return AgentLostError("it was interrupted")
+        return AgentLostError(str(cause.args[0]) if cause.args else "it was interrupted")
     if isinstance(cause, TimeoutError):
         return DeadlineError(str(cause) or "it took too long")
     return AgentLostError(f"{type(cause).__name__}: {cause}"[:2000])

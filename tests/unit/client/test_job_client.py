@@ -177,6 +177,23 @@ def test_the_lease_is_renewed_from_acceptance_on_and_no_longer_than_the_job(url:
     assert memory.heartbeats == beats
 
 
+def test_work_ends_with_the_job_however_long_its_own_calls_would_wait(url: str, memory: Memory) -> None:
+    cleaned: list[Any] = []
+
+    async def work(policy: Any) -> None:
+        del policy
+        memory.move("FAILED", "the server's worker process died")
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError as cancelled:
+            cleaned.append(cancelled.args)
+            raise
+
+    with Client(url, KEY) as client, pytest.raises(ServerLostError, match="the server's worker process died"):
+        client.create_job(base_model="m").run(work)
+    assert cleaned == [("job job-1 is FAILED: the server's worker process died",)]
+
+
 def test_one_stalled_heartbeat_does_not_cost_the_lease(url: str, memory: Memory) -> None:
     memory.stalls_at, memory.lease_s = 2, 1.8
     with Client(url, KEY) as client, client.create_job(base_model="m"):
