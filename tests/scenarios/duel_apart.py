@@ -40,8 +40,9 @@ GAME = '''
 import opentinker as ot
 
 
-class Vowels(ot.MultiAgentEnvironment):
-    """Each says two words in turn; whoever says more vowels than the other wins."""
+class LastDigit(ot.MultiAgentEnvironment):
+    """Each says two words in turn; whoever's letters add up to the number with the larger last digit wins: what a model says
+    that knows nothing earns sometimes more, sometimes less, and every step has something to learn."""
 
     agents = ("black", "white")
     protocol = ot.Alternating()
@@ -66,15 +67,15 @@ class Vowels(ot.MultiAgentEnvironment):
         other = "white" if agent == "black" else "black"
         if self.turns < 4:
             return ot.MultiStepResult(observations={other: "What is next?"})
-        counts = {name: sum(letter in "aeiou" for letter in text) for name, text in self.said.items()}
-        lead = (counts["black"] - counts["white"]) / 10
+        digits = {name: sum(map(ord, text)) % 10 for name, text in self.said.items()}
+        lead = (digits["black"] - digits["white"]) / 10
         return ot.MultiStepResult({"black": lead, "white": -lead}, done=True)
 '''
 
 
 def prepare(folder: Path) -> None:
     build_tiny_model(folder / "model")
-    (folder / "vowels.py").write_text(GAME)
+    (folder / "last_digit.py").write_text(GAME)
     (folder / "token").write_text("the-token-of-this-scenario")
 
 
@@ -82,7 +83,7 @@ def prepare(folder: Path) -> None:
 def coordinator(folder: Path) -> Iterator[str]:
     """`opentinker env serve`; its address."""
     options = ["--port", "0", "--workers", "1", "--token-file", str(folder / "token")]
-    command = [sys.executable, "-m", "opentinker", "env", "serve", f"{folder / 'vowels.py'}:Vowels", *options]
+    command = [sys.executable, "-m", "opentinker", "env", "serve", f"{folder / 'last_digit.py'}:LastDigit", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -129,7 +130,7 @@ def drive(url: str, key: str, place: str, folder: Path, agent: str, run: str, st
             ot.GRPO(group_size=4, epochs=16),  # so that an update is long enough to be killed within
             coordinator=ot.CoordinatorConfig(run=run),
             sampling=ot.SamplingConfig(max_tokens=8),
-            rollout=ot.RolloutConfig(groups_per_step=4, max_turns=2),
+            rollout=ot.RolloutConfig(groups_per_step=4, max_turns=3),
             evaluation=ot.EvaluationConfig(at_start=False, at_end=False),
             turns=ot.TurnsConfig(barrier_timeout_s=BARRIER_S),
             run_dir=folder / f"{run}-{agent}",
@@ -172,6 +173,12 @@ def killed(cluster: EmbeddedCluster, place: str, folder: Path, when: str) -> boo
     return told and ended["moment"] == when
 
 
+def learnt_in(run_dir: Path, agent: str) -> int:
+    """The steps in which an agent trained: a run that learns nothing proves nothing."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return sum(row["kind"] == "agents_step" and row["agents"][agent]["tokens_trained"] > 0 for row in rows)
+
+
 def submitted(place: str, folder: Path, agent: str, run: str, steps: int) -> dict[str, Any]:
     token_file = str(folder / "token")
     return {
@@ -185,7 +192,7 @@ def submitted(place: str, folder: Path, agent: str, run: str, steps: int) -> dic
         "coordinator": {"run": run, "token_file": token_file},
         "algorithm": {"group_size": 4},
         "sampling": {"max_tokens": 8},
-        "rollout": {"groups_per_step": 4, "max_turns": 2},
+        "rollout": {"groups_per_step": 4, "max_turns": 3},
         "evaluation": {"at_start": False, "max_tasks": 2, "samples_per_task": 2},
         "training": {"steps": steps, "save_every": 2, "optimizer": {"learning_rate": 1e-2}},
         "scheduling": {"max_restarts": 2},
@@ -212,6 +219,8 @@ def resumed(cluster: EmbeddedCluster, place: str, folder: Path, steps: int) -> b
                 if job["state"] != "COMPLETED":
                     return False
                 folders.setdefault(run, {})[agent] = Path(job["run_dir"])
+    learnt = {agent: learnt_in(folders["cut"][agent], agent) for agent in AGENTS}
+    print(f"steps in which there was something to learn: {learnt}", flush=True)
     apart = {agent: difference(folders["whole"][agent], folders["cut"][agent]) for agent in AGENTS}
     print(f"max |difference| of parameters and moments: {apart}", flush=True)
     for agent in AGENTS:
@@ -219,7 +228,7 @@ def resumed(cluster: EmbeddedCluster, place: str, folder: Path, steps: int) -> b
         for line in log.read_text().splitlines() if log.exists() else ():
             if "joins anew" in line:
                 print(f"cut: {agent}'s driver: {line[:300]}", flush=True)
-    return not any(apart.values())
+    return not any(apart.values()) and all(learnt.values())
 
 
 def main() -> None:
