@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from opentinker.config.preference import DPOConfig as DPO
     from opentinker.config.preference import IPOConfig as IPO
     from opentinker.config.resources import Resources, Scheduling
-    from opentinker.config.rl import EvaluationConfig
+    from opentinker.config.rl import EvaluationConfig, StopConfig
     from opentinker.config.rollout import RolloutConfig, SamplingConfig
     from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig
     from opentinker.config.servers import FurtherServerConfig
@@ -62,7 +62,7 @@ _HOMES = {
     "opentinker.config.arena": ("ArenaConfig",),
     "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
     "opentinker.config.resources": ("Resources", "Scheduling"),
-    "opentinker.config.rl": ("EvaluationConfig",),
+    "opentinker.config.rl": ("EvaluationConfig", "StopConfig"),
     "opentinker.config.opponents": ("ChatModelConfig", "PoolConfig"),
     "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
     "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
@@ -152,6 +152,7 @@ __all__ = [
     "ServerLostError",
     "Simultaneous",
     "StepResult",
+    "StopConfig",
     "SubmittedJob",
     "Table",
     "TaskSource",

@@ -29,6 +29,7 @@ from opentinker.errors import CheckpointError, InvalidRequestError, OpenTinkerEr
 from opentinker.server.engine.base import AdapterId
 from opentinker.server.images import resolved
 from opentinker.server.keeping import DRIVER, check_keep_last, driver_json, prune, read_driver, tags
+from opentinker.server.memory import begin_peak, peak_memory_bytes
 from opentinker.server.overlap import SWITCHING
 from opentinker.server.policies import NAME
 from opentinker.server.protocol import CommandWork
@@ -144,6 +145,7 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
         state.check_samples(policy)
     reports: list[dict[str, Any]] = []
     sleeper = state.parts.sleeper
+    begin_peak()
     with nullcontext() if sleeper is None else sleeper.asleep():
         for minibatch in minibatches:
             try:
@@ -160,11 +162,12 @@ def _train_step(state: State, policy: str, args: dict[str, Any]) -> dict[str, An
                     done = f"minibatch {len(reports)} of {len(minibatches)}"
                     error.detail = f"{done}: {error.detail}; those before it were applied"
                 raise
+    memory_bytes = peak_memory_bytes()
     published = None
     if will_publish:
         with state.turn():
             published = publish(state, policy, "drain")
-    return {"minibatches": reports, "version": hosted.version, "publish": published}
+    return {"minibatches": reports, "version": hosted.version, "publish": published, "memory_bytes": memory_bytes}
 
 
 def _trained(

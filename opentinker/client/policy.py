@@ -244,7 +244,7 @@ class PolicyClient:
         publish: bool = True,
     ) -> dict[str, Any]:
         """One optimizer step per minibatch, of the policy and, where asked for, of its critic, then a publish: minibatches,
-        version, publish."""
+        version, publish, memory_bytes."""
         args = {
             "data": _wire(data),
             "minibatches": [m.model_dump() for m in minibatches],

@@ -15,13 +15,21 @@ class KLConfig(Config):
     memory, for a full-parameter policy a frozen copy of the model."""
 
     coefficient: Coefficient = 0.0
-    """Weight of the divergence; 0 = none, and nothing is computed for it."""
+    """Weight of the divergence; 0 = none, and nothing is computed for it unless `measure` says so."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of KL(policy || reference) from one sample (Schulman, 2020), with d = logprob - reference logprob: k1 = d,
     k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As a loss, k2 has the gradient of the divergence itself, on policy, and k1 none at all
     on average."""
     place: Literal["loss", "reward"] = "loss"
     """'loss' adds it to the loss of each token; 'reward' subtracts it from the reward of its turn, before advantages."""
+    measure: bool = False
+    """Report the distance in every step (`reference_kl_mean`) also without a coefficient, for one more forward pass of the
+    batch, the reference's."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether the reference is asked for what was sampled."""
+        return self.measure or self.coefficient > 0
 
     @model_validator(mode="after")
     def _moves_something(self) -> "KLConfig":

@@ -306,11 +306,16 @@ class RLJobConfig(TrainingJobConfig):
     @model_validator(mode="after")
     def _limits_are_measured(self) -> "RLJobConfig":
         kls = [self.algorithm_of(name).kl for name in self.learners] if self.agents else [self.algorithm.kl]
-        measured = any(kl.coefficient and kl.place == "loss" for kl in kls)
-        if self.training.stop.max_reference_kl is not None and not measured:
-            raise ValueError(
-                "training.stop.max_reference_kl needs algorithm.kl.coefficient above 0 and algorithm.kl.place 'loss'"
-            )
+        if self.training.stop.max_reference_kl is not None and not any(kl.measured for kl in kls):
+            raise ValueError("training.stop.max_reference_kl needs algorithm.kl.coefficient above 0, or algorithm.kl.measure")
+        return self
+
+    @model_validator(mode="after")
+    def _scores_are_seen(self) -> "RLJobConfig":
+        stop = self.training.stop
+        if (stop.plateau or stop.falls) and not self.evaluation.every:
+            name = "plateau" if stop.plateau else "falls"
+            raise ValueError(f"training.stop.{name} counts evaluations, and there are none between steps: set evaluation.every")
         return self
 
     @property

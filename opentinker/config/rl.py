@@ -58,7 +58,7 @@ class StopConfig(Config):
     max_mismatch_kl: Annotated[float, Field(gt=0.0)] | None = None
     """Act when engine and trainer are further apart."""
     max_reference_kl: Annotated[float, Field(gt=0.0)] | None = None
-    """Act when the policy is further from its reference; needs algorithm.kl with place 'loss'."""
+    """Act when the policy is further from its reference; needs algorithm.kl with a coefficient, or with `measure`."""
     action: Literal["stop", "reduce"] = "stop"
     """'stop' ends the run, COMPLETED; 'reduce' multiplies the learning rate with `factor`, and stops at the third time."""
     factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3

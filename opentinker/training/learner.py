@@ -72,7 +72,7 @@ class Learner:
         before the update."""
         algorithm = self.algorithm
         names: dict[TokenScore, str] = {}
-        if algorithm.kl.coefficient:
+        if algorithm.kl.measured:
             names["reference_logprobs"] = "reference_logprobs"
         if isinstance(algorithm, PPOConfig):
             names["values"] = "old_values"

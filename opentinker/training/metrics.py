@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from opentinker.client.messages import Datum
+from opentinker.config.algorithms import KLConfig
 from opentinker.rollout.types import Episode, Group
-from opentinker.training.batch import Batch
+from opentinker.training.batch import Batch, token_divergences
 from opentinker.training.evaluation import EvaluationResult, metric_of
 from opentinker.training.ppo import critic_metrics
 
@@ -73,11 +76,13 @@ def step_row(
         "turns_mean": _mean([e.turns for e in usable]),
         "action_tokens_mean": _mean([e.action_tokens for e in usable]),
         "action_tokens_max": max((e.action_tokens for e in usable), default=0),
+        "entropy_estimate": entropy_estimate(usable),
         "context_tokens_mean": _mean([max(len(t) for t in e.trajectories) for e in usable if e.trajectories]),
         "prefix_breaks": sum(e.prefix_breaks for e in episodes),
         "tokens_sampled": sampled,
         "tokens_trained": batch.action_tokens,
         "tokens_per_s": sampled / timing.rollout_s if timing.rollout_s > 0 else None,
+        "tokens_trained_per_s": _trained_tokens(trained) / timing.train_s if timing.train_s > 0 else None,
         "learning_rate": learning_rate,
         "rollout_s": timing.rollout_s,
         "train_s": timing.train_s,
@@ -88,6 +93,8 @@ def step_row(
         **critic_metrics(batch.data, trained),
     }
     row["exact"] = row["env"].get("exact")
+    if row["reference_kl_mean"] is None:
+        row["reference_kl_mean"] = reference_kl(batch.data)
     checked: Row = finite(row)
     return checked
 
@@ -164,7 +171,23 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def entropy_estimate(episodes: Sequence[Episode]) -> float | None:
+    """Minus the mean logprob of the tokens that were sampled, in nats: an estimate without bias of the mean entropy of the
+    distributions that they came from, temperature and truncation included. It costs nothing."""
+    logprobs = [r.sample.logprobs for e in episodes for t in e.trajectories for r in t.runs if r.sample is not None]
+    mean = _mean(np.concatenate(logprobs)) if logprobs else None
+    return None if mean is None else -mean
+
+
+def reference_kl(data: Sequence[Datum]) -> float | None:
+    """The mean over trained tokens of k3 of KL(policy || reference) (Schulman, 2020), under the logprobs that sampled; None
+    where the data have no reference."""
+    k3 = KLConfig(estimator="k3")
+    found = [token_divergences(d, k3)[d.weights != 0] for d in data if "reference_logprobs" in d.arrays]
+    return _mean(np.concatenate(found)) if found else None
+
+
+def _mean(values: Sequence[float] | npt.NDArray[np.floating[Any]]) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
@@ -186,8 +209,8 @@ def _cut_fraction(episodes: Sequence[Episode]) -> float | None:
 
 
 def pass_metrics(trained: Mapping[str, Any] | None) -> Row:
-    """What the passes of a `train_step` took: tokens of its sequences, how many were computed, passes, and the longest one's.
-    Empty where the server does not say."""
+    """What the passes of a `train_step` took: tokens of its sequences, how many were computed, passes, and the longest one's;
+    and the memory that the server needed at most. Empty where the server does not say."""
     parts = [part["metrics"] for part in (trained["minibatches"] if trained else []) if "passes" in part.get("metrics", {})]
     if not parts:
         return {}
@@ -196,7 +219,13 @@ def pass_metrics(trained: Mapping[str, Any] | None) -> Row:
         "tokens_computed": int(sum(m["computed_tokens"] for m in parts)),
         "passes": int(sum(m["passes"] for m in parts)),
         "pass_tokens_max": int(max(m["pass_tokens_max"] for m in parts)),
+        **({"memory_bytes": trained["memory_bytes"]} if trained and "memory_bytes" in trained else {}),
     }
+
+
+def _trained_tokens(trained: Mapping[str, Any] | None) -> float:
+    """Tokens that the loss was over, in all minibatches of all epochs."""
+    return float(sum(part["metrics"]["tokens"] for part in (trained["minibatches"] if trained else []) if "metrics" in part))
 
 
 def _training_metrics(trained: Mapping[str, Any] | None) -> Row:

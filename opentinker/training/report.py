@@ -160,6 +160,8 @@ def training_charts(steps: Sequence[Row]) -> str:
         ("groups without a gradient", "zero_variance_groups"),
         ("failed episodes", "errors"),
     )
+    told = (("entropy of what was sampled", "entropy_estimate"), ("distance from the reference (KL)", "reference_kl_mean"))
+    small += tuple(chart for chart in told if any(r.get(chart[1]) is not None for r in steps))
     if any(r.get("value_loss") is not None for r in steps):
         small += (("value loss", "value_loss"), ("variance that the critic explains", "explained_variance"))
     return small_charts(steps, small)

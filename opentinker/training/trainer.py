@@ -26,7 +26,7 @@ from opentinker.config.preference import (
     PreferenceLoss,
     PreferenceTrainingConfig,
 )
-from opentinker.config.rl import EvaluationConfig, RLTrainingConfig
+from opentinker.config.rl import EvaluationConfig, RLTrainingConfig, StopConfig
 from opentinker.config.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
 from opentinker.config.server import LoraConfig
 from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
@@ -150,6 +150,10 @@ def _hosted(job: Job) -> dict[str, Any]:
     return job.config.model_dump(exclude={"kind", "seed", "head", "critic", "checkpoints", "servers"})
 
 
+def _training(seed: int, optimizer: AdamParams | None, stop: StopConfig | None, save_every: int) -> RLTrainingConfig:
+    return RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams(), stop=stop or StopConfig(), save_every=save_every)
+
+
 def _check_critic(job: Job, algorithm: PolicyGradient | None, server: str = "") -> None:
     """Raises: ConfigError when the algorithm needs a critic that a server's first policy has not; "" = the job's own."""
     if isinstance(algorithm, PPOConfig):
@@ -192,6 +196,8 @@ class RLTrainer(_Trainer[RLLoop]):
         sampling: SamplingConfig | None = None,
         rollout: RolloutConfig | None = None,
         evaluation: EvaluationConfig | None = None,
+        stop: StopConfig | None = None,
+        save_every: int = 0,
         seed: int = 0,
         sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
@@ -199,7 +205,8 @@ class RLTrainer(_Trainer[RLLoop]):
     ) -> None:
         """Tasks given here replace the environment's own; `opentinker.load_tasks` reads them from a file or dataset.
         `advantages` replaces the algorithm's: a function of the rewards per turn of each episode of each group, see
-        `opentinker.algorithms.types`.
+        `opentinker.algorithms.types`. `stop` says when the run ends early; a checkpoint is written every `save_every` steps, 0:
+        none.
 
         Raises: EnvironmentLoadError, ConfigError.
         """
@@ -208,15 +215,18 @@ class RLTrainer(_Trainer[RLLoop]):
         self._environment = load_environment(environment)
         check_arguments(self._environment, environment_args or {})
         name = environment if isinstance(environment, str) else environment.__name__
-        config = RLJobConfig(
-            **hosted,
-            environment=EnvironmentConfig(name=name, args=environment_args or {}),
-            algorithm=(algorithm or GRPOConfig()).model_dump(),
-            sampling=sampling or SamplingConfig(),
-            rollout=rollout or RolloutConfig(),
-            evaluation=evaluation or EvaluationConfig(),
-            training=RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams()),
-            sinks=parse_sinks(sinks),
+        config = parse_config(
+            RLJobConfig,
+            hosted
+            | {
+                "environment": EnvironmentConfig(name=name, args=environment_args or {}),
+                "algorithm": (algorithm or GRPOConfig()).model_dump(),
+                "sampling": sampling or SamplingConfig(),
+                "rollout": rollout or RolloutConfig(),
+                "evaluation": evaluation or EvaluationConfig(),
+                "training": _training(seed, optimizer, stop, save_every),
+                "sinks": parse_sinks(sinks),
+            },
         )
         self._sources = _sources(train_tasks, held_out_tasks)
         self._given_advantages = None if advantages is None else user_advantages(advantages, "advantages")
@@ -267,6 +277,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         arena: ArenaConfig | None = None,
         evaluation: EvaluationConfig | None = None,
         coordinator: CoordinatorConfig | None = None,
+        stop: StopConfig | None = None,
         save_every: int = 0,
         seed: int = 0,
         sinks: AskedSinks = (),
@@ -275,8 +286,9 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
     ) -> None:
         """Tasks given here replace the environment's own. `algorithm`, `optimizer` and `sampling` are those of agents that have
         none of their own. With `arena` they meet past versions and reference players, for which the job needs room. With a
-        `coordinator`, agents that are not named here are driven by other processes, which join the same run. Checkpoints of all
-        policies are written every `save_every` steps, on which the drivers of one run agree; 0: none.
+        `coordinator`, agents that are not named here are driven by other processes, which join the same run. `stop` says when
+        the run ends early. Checkpoints of all policies are written every `save_every` steps, on which the drivers of one run
+        agree; 0: none.
 
         Raises: EnvironmentLoadError, ConfigError.
         """
@@ -297,7 +309,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
                 "coordinator": coordinator,
                 "arena": arena,
                 "evaluation": evaluation or EvaluationConfig(),
-                "training": RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams(), save_every=save_every),
+                "training": _training(seed, optimizer, stop, save_every),
                 "sinks": parse_sinks(sinks),
             },
         )

@@ -57,6 +57,7 @@ async def test_training_raises_the_logprob_of_rewarded_tokens_and_the_engine_fol
             assert result["publish"]["changed"]
             assert result["publish"]["drift"] < 0.02
             assert result["publish"]["parameters"] > 10
+            assert result["memory_bytes"] > 50_000_000
         after = await server.logprobs()
         assert after.sum() > before.sum() + 0.5
         np.testing.assert_allclose(await server.engine_logprobs(), after, atol=0.02)

@@ -13,6 +13,10 @@ def test_minibatches_add_up_and_the_longest_pass_counts() -> None:
     assert pass_metrics(trained) == {"tokens_in_passes": 190, "tokens_computed": 100, "passes": 3, "pass_tokens_max": 40}
 
 
+def test_the_memory_that_the_server_needed_is_passed_on_where_it_says_so() -> None:
+    assert pass_metrics({"minibatches": [minibatch(1, 1, 1, 1)], "memory_bytes": 5 << 30})["memory_bytes"] == 5 << 30
+
+
 def test_where_nothing_was_trained_or_nothing_is_said_there_is_none() -> None:
     for trained in (
         None,

@@ -98,6 +98,21 @@ def test_ctrl_c_stops_training_and_leaves_a_report(make_trainer, seven, tmp_path
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+def test_a_run_ends_early_and_is_saved_as_it_was_told_to(make_trainer, policy) -> None:
+    trainer = make_trainer(
+        optimizer=ot.AdamParams(learning_rate=0.0),
+        evaluation=ot.EvaluationConfig(every=1, metric="reward"),
+        stop=ot.StopConfig(plateau=2),
+        save_every=1,
+        progress=False,
+    )
+    summary = trainer.fit(steps=30)
+    assert "has not risen above" in summary["stopped"]
+    assert summary["steps"] < 30
+    assert policy.calls.count("save stopped-early") == 1
+    assert sum(call.startswith("save step-") for call in policy.calls) == summary["steps"]
+
+
 async def test_fit_works_where_a_loop_already_runs(make_trainer) -> None:
     assert make_trainer(progress=False).fit(2)["steps"] == 2
 

@@ -127,6 +127,17 @@ def test_a_limit_on_what_is_not_measured_is_refused(make_config) -> None:
     assert fields.training.stop.max_reference_kl == 1.0
     with pytest.raises(ConfigError, match="max_reference_kl needs"):
         parse_job({**fields.model_dump(mode="json"), "algorithm": {}})
+    parse_job({**fields.model_dump(mode="json"), "algorithm": {"kl": {"measure": True}}})
+
+
+@pytest.mark.parametrize("stop", [{"plateau": 3}, {"falls": 3}])
+def test_a_stop_that_counts_evaluations_needs_some_between_steps(make_config, stop: dict[str, int]) -> None:
+    from opentinker.config.job import parse_job
+
+    fields = make_config().model_dump(mode="json") | {"training": {"stop": stop}}
+    with pytest.raises(ConfigError, match=rf"training.stop.{next(iter(stop))} counts evaluations.*evaluation.every"):
+        parse_job(fields)
+    assert parse_job(fields | {"evaluation": {"every": 5}})
 
 
 def test_metrics_that_will_not_be_there_are_refused() -> None:
