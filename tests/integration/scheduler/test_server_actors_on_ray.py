@@ -116,7 +116,7 @@ async def test_the_servers_log_has_what_its_error_points_to(cluster: None, tiny_
         await client.optim_step(AdamParams())
     assert "logs JOB --server" in caught.value.hint
     log = (tmp_path / "server.log").read_text()
-    assert "level=ERROR job=job-1 process=worker logger=opentinker.server.worker optim_step failed\nTraceback" in log
+    assert "level=ERROR job=job-1 process=worker logger=opentinker.server.compute_thread optim_step failed\nTraceback" in log
     assert "ZeroDivisionError: division by zero" in log
     await client.close()
     ray.kill(front)
