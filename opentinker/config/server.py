@@ -107,6 +107,10 @@ class TrainerConfig(Config):
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit`: moments in a byte each, in blocks with a scale: 2 bytes per trained parameter in place of 8, for slower
     steps."""
+    optimizer_state: Literal["device", "host"] = "device"
+    """'host': master weights and moments, 12 bytes per trained parameter in bfloat16 (6 with `adamw_8bit`), are in the host's
+    memory, page-locked, and not on the GPU. Each step takes them through it a bucket at a time, at the speed of the bus; the
+    numbers are the same, bit for bit, and so are checkpoints. On CPU it saves nothing, and a step takes some copies more."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """How the trainer attends: `sdpa` tile by tile, `flex` with one FlexAttention kernel over a pack, which is compiled (CUDA
     only); `auto` = sdpa."""

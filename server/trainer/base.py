@@ -76,6 +76,7 @@ class Trainer(Protocol):
 
         Raises:
             TrainerError: the gradient is not finite; the gradients are cleared and the weights stay.
+            TornError: it failed amid the parameters; until a checkpoint is loaded, the policy can only be deleted.
         """
         ...
 

@@ -40,6 +40,7 @@ from opentinker.server.trainer.out_of_memory import memory_explained
 from opentinker.server.trainer.packing import Pack, pack_data
 from opentinker.server.trainer.recompute import recompute_layers
 from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, classifier_config
+from opentinker.server.trainer.state_stream import Host
 
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Tokenizer and config files of a model directory, which a full checkpoint carries along."""
@@ -145,18 +146,24 @@ class TorchTrainer:
 
     def _check_state(self) -> None:
         """Raises: TooLargeError when there is no room for the optimizer state of all parameters."""
-        self._budget.check_state(self._model.trainable().values(), self._budget.free(self._device))
+        free, other = self._budget.free(self._device), self._budget.other_free(self._device)
+        self._budget.check_state(self._model.trainable().values(), free, host=other)
 
     def _before_full(self, model: PackedModel) -> None:
         """A model is about to be trained in all its parameters, or was loaded beside one that is."""
 
     def _optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> MasterOptimizer:
-        return (EightBitOptimizer if self._config.optimizer == "adamw_8bit" else MasterOptimizer)(parameters)
+        kind = EightBitOptimizer if self._config.optimizer == "adamw_8bit" else MasterOptimizer
+        return kind(parameters, self._host())
+
+    def _host(self) -> Host | None:
+        """Where optimizer state is kept, if not on the device."""
+        return Host.of(self._device) if self._config.optimizer_state == "host" else None
 
     def delete_policy(self, policy: str) -> None:
         """Forget a policy. The base weights are pristine afterwards: after a full-parameter policy they are its reference's,
         or loaded anew."""
-        gone = self._get(policy)
+        gone = self._found(policy)
         gone.optimizer.close()
         if gone.critic is not None:
             gone.critic.close()
@@ -168,10 +175,10 @@ class TorchTrainer:
             lora.remove_adapters(self._model.model, policy)
 
     def is_lora(self, policy: str) -> bool:
-        return self._get(policy).lora is not None
+        return self._found(policy).lora is not None
 
     def samples(self, policy: str) -> bool:
-        return self._get(policy).head is None
+        return self._found(policy).head is None
 
     def close(self) -> None:
         """Nothing outlives the process."""
@@ -374,7 +381,7 @@ class TorchTrainer:
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`. Accumulated gradients are dropped."""
-        state = self._get(policy)
+        state = self._found(policy)
         found = checkpoint.open_checkpoint(folder)
         for key, mine in self._identity(state).items():
             begins = weights_only and (key == "critic" or (key == "head" and found.get(key) is None))
@@ -415,6 +422,14 @@ class TorchTrainer:
         return self._base
 
     def _get(self, policy: str) -> _Policy:
+        """Raises: TornError when a step of the policy, or of its critic, has failed amid the parameters."""
+        found = self._found(policy)
+        found.optimizer.check_whole()
+        if found.critic is not None:
+            found.critic.optimizer.check_whole()
+        return found
+
+    def _found(self, policy: str) -> _Policy:
         if policy not in self._policies:
             raise NotFoundError(f"this server has no policy {policy}")
         return self._policies[policy]
@@ -450,7 +465,7 @@ class TorchTrainer:
 
     def _check_samples(self, policy: str) -> None:
         """Raises: ConflictError when there is nothing to sample from."""
-        if not self.samples(policy):
+        if self._get(policy).head is not None:
             raise ConflictError(
                 f"policy {policy} has a scalar head: it scores, and cannot be published or sampled",
                 hint="ask `forward` for its 'values'",
