@@ -81,8 +81,9 @@ class Ranks:
 
     def close(self) -> None:
         """Forget the others. Nothing else is called after it."""
+        # The file stays open until the process ends: torch's store opens it once more whenever it is destroyed, and would find
+        # under a number that was closed whatever has got it since, and abort.
         _unregister_process_group(GroupName(self._meeting.name))
-        os.close(self._meeting.descriptor)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows, a view."""
