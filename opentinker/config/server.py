@@ -109,8 +109,8 @@ class TrainerConfig(Config):
     steps."""
     optimizer_state: Literal["device", "host"] = "device"
     """'host': master weights and moments, 12 bytes per trained parameter in bfloat16 (6 with `adamw_8bit`), are in the host's
-    memory, page-locked, and not on the GPU. Each step takes them through it a bucket at a time, at the speed of the bus; the
-    numbers are the same, bit for bit, and so are checkpoints. On CPU it saves nothing, and a step takes some copies more."""
+    memory, page-locked, in place of the GPU's. Each step takes them through the GPU in buckets, at the speed of the bus between
+    the two. Numbers and checkpoints are the same, bit for bit. On CPU it works alike, for slower steps, and saves nothing."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """How the trainer attends: `sdpa` tile by tile, `flex` with one FlexAttention kernel over a pack, which is compiled (CUDA
     only); `auto` = sdpa."""

@@ -113,7 +113,8 @@ class TorchTrainer:
         Raises:
             ConflictError: the name is taken, or a full-parameter policy would share the model.
             ConfigError: the adapter's config, or its critic's, is wrong or fits no layer.
-            TooLargeError: there is no memory for the optimizer state of all parameters.
+            TooLargeError: there is no memory for the optimizer state.
+            TrainerError: the host's memory, where it would be, cannot be locked.
         """
         if policy in self._policies:
             raise ConflictError(f"there already is a policy {policy}")
@@ -133,7 +134,12 @@ class TorchTrainer:
             names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
             adapter = lora.add_adapters(self._model.model, names, self._adapter_pass, policy, config, spec.seed)
             parameters = adapter if head is None else {**adapter, **head.parameters(lora.PEFT_PREFIX)}
-            self._policies[policy] = _Policy(self._optimizer(policy, parameters), config, targets, head)
+            try:
+                optimizer = self._optimizer(policy, parameters)
+            except Exception:
+                lora.remove_adapters(self._model.model, policy)
+                raise
+            self._policies[policy] = _Policy(optimizer, config, targets, head)
         if critic_config is None:
             return
         try:

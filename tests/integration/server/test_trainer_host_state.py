@@ -13,8 +13,11 @@ from opentinker.config.server import TrainerConfig
 from opentinker.errors import TooLargeError, TrainerError
 from opentinker.server.trainer import state_stream
 from opentinker.server.trainer.base import Trainer
+from opentinker.server.trainer.host_memory import HostMemory
 from opentinker.server.trainer.lead_trainer import LeadTrainer
+from opentinker.server.trainer.lora import LoraLinear
 from opentinker.server.trainer.optimizer import TornError
+from opentinker.server.trainer.rank_process import RanksLostError
 from opentinker.server.trainer.state_plan import GRAIN, state_plan
 from opentinker.server.trainer.trainer import TorchTrainer
 
@@ -142,6 +145,28 @@ def test_a_full_policy_whose_state_has_no_room_is_refused(tiny_model_dir: Path, 
     train(trainer, 0)
 
 
+@pytest.mark.parametrize("left", [0, 20])
+def test_a_policy_that_the_host_has_no_memory_for_leaves_nothing(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    trainer = make_trainer(tiny_model_dir, optimizer_state="host")
+    asked = iter(range(1000))
+    zeros = HostMemory.zeros
+
+    def some(memory: HostMemory, *about: Any) -> torch.Tensor:
+        if next(asked) >= left:
+            raise TooLargeError("the host has no bytes for optimizer state")
+        return zeros(memory, *about)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostMemory, "zeros", some)
+        with pytest.raises(TooLargeError, match="the host has no bytes"):
+            trainer.create_policy("p", PolicySpec(lora={"rank": 2, "target_modules": ["q_proj"]}, critic={"rank": 2}))
+    assert not any(layer.adapters for layer in trainer._model.model.modules() if isinstance(layer, LoraLinear))
+    trainer.create_policy("p", PolicySpec())
+    train(trainer, 0)
+
+
 @pytest.fixture(params=[("adamw", "float32"), ("adamw_8bit", "bfloat16")], ids=["adamw", "adamw_8bit"])
 def two_each(tiny_model_dir: Path, request: pytest.FixtureRequest) -> Iterator[list[LeadTrainer]]:
     optimizer, dtype = request.param
@@ -181,6 +206,14 @@ def test_two_ranks_step_and_save_the_same(two_each: list[LeadTrainer], tmp_path:
         assert_same(weights(host), weights(device))
         for trainer in two_each:
             trainer.delete_policy("p")
+
+
+def test_ranks_of_which_one_fails_amid_a_step_are_lost(two_each: list[LeadTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _ = two_each
+    host.create_policy("p", PolicySpec(lora={"rank": 4}))
+    monkeypatch.setattr(host._optimizers["p"], "_exchange", lambda: [][0])
+    with pytest.raises(RanksLostError, match=r"rank 0 of 2 of the trainer failed in step_share.*amid the parameters"):
+        train(host, 0)
 
 
 def state(trainer: LeadTrainer) -> dict[str, torch.Tensor]:
