@@ -353,7 +353,12 @@ class MasterOptimizer:
 
     def _publish_own(self) -> None:
         """Put the masters into the parameters."""
-        torch._foreach_copy_([self._own(p.detach()) for p in self.parameters.values()], list(self.masters.values()))
+        own = [self._own(p.detach()) for p in self.parameters.values()]
+        if self._host is None:
+            torch._foreach_copy_(own, list(self.masters.values()))
+            return
+        for values, master in zip(own, self.masters.values(), strict=True):
+            values.copy_(master)
 
     def _exchange(self) -> None:
         """Get what other ranks have put into theirs."""

@@ -83,8 +83,10 @@ class StateStream:
                 rehearse([self._largest], self._views([self._largest], self._slots[0]))
             yield
         finally:
-            self._lanes.finish()
-            self._slots.clear()
+            try:
+                self._lanes.finish()  # before the memory is anybody else's
+            finally:
+                self._slots.clear()
 
     def run(self, move: Move, *, masters: bool) -> None:
         """Step all pieces, inside `room`; when it returns, the host's memory has the outcome, of masters only where told so.
