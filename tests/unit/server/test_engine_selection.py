@@ -87,7 +87,17 @@ def test_a_tensor_parallel_engine_without_vllm_is_refused(without_vllm: None) ->
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"engine": {"tensor_parallel": 2}}, "set resources.layout to 'split'"),
+        (
+            {"engine": {"tensor_parallel": 4}, "resources": {"gpus": 2}},
+            "tensor_parallel=4 needs a GPU for each.*set resources.gpus=4",
+        ),
+        ({"engine": {"tensor_parallel": 2}, "resources": {"gpus": 0.5}}, "resources.gpus is 0.5; set resources.gpus=2"),
+        (
+            {"engine": {"tensor_parallel": 2}, "trainer": {"ranks": 4}, "resources": {"gpus": 2}},
+            "trainer.ranks=4 needs a GPU for each.*set resources.gpus=4",
+        ),
+        ({"engine": {"tensor_parallel": 2, "weight_carrier": "nccl"}}, "nccl is between different GPUs.*set it to 'auto'"),
+        ({"kind": "inference", "engine": {"tensor_parallel": 2, "weight_carrier": "ipc"}}, "ipc is between two processes"),
         ({"engine": {"tensor_parallel": 2, "kind": "transformers"}}, "needs kind 'vllm'"),
         (
             {"engine": {"tensor_parallel": 2}, "resources": {"layout": "split", "rollout": {"gpus": 3}}},
@@ -104,6 +114,23 @@ def test_a_tensor_parallel_engine_without_vllm_is_refused(without_vllm: None) ->
 def test_a_layout_that_no_server_has_is_refused_in_words(config: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_job({"kind": "interactive", "base_model": "m", **config})
+
+
+@pytest.mark.parametrize(
+    ("parts", "ranks", "gpus"), [(2, 2, 2), (2, 4, 4), (4, 2, 4), (2, 1, 2), (2, 2, 8), (2, 2, 0), (2, 1, None), (1, 2, 2)]
+)
+def test_parts_of_an_engine_and_ranks_of_its_trainer_share_gpus(parts: int, ranks: int, gpus: int | None) -> None:
+    engine = {"tensor_parallel": parts} | ({"weight_carrier": "ipc"} if parts > 1 else {})
+    job = parse_job(
+        {
+            "kind": "interactive",
+            "base_model": "m",
+            "engine": engine,
+            "trainer": {"ranks": ranks},
+            "resources": {} if gpus is None else {"gpus": gpus},
+        }
+    )
+    assert (job.engine.tensor_parallel, job.trainer_ranks) == (parts, ranks)
 
 
 def test_an_engine_apart_from_its_trainer_has_the_gpu_to_itself() -> None:
