@@ -91,8 +91,15 @@ def create_engine(
 
 
 def _check_ranks(model_dir: Path, config: EngineConfig) -> None:
-    """Raises: ConfigError when the model's attention heads cannot be shared out among the engine's ranks."""
+    """Raises: ConfigError when the model's attention heads cannot be shared out among the engine's ranks, or GPUs are fewer."""
+    import torch
+
     ranks = config.tensor_parallel
+    if ranks > 1 and torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"engine.tensor_parallel={ranks} takes a GPU for each part, and the engine has {torch.cuda.device_count()}",
+            hint=f"resources.gpus={ranks}; in the layout split resources.rollout.gpus={ranks}",
+        )
     model = json.loads((model_dir / "config.json").read_text())
     heads = model.get("num_attention_heads") or model.get("text_config", {}).get("num_attention_heads")
     if ranks > 1 and heads is not None and heads % ranks:

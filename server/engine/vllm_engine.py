@@ -23,7 +23,14 @@ from opentinker.client.messages import (
     placed_images,
 )
 from opentinker.config.server import EngineConfig, LoraConfig
-from opentinker.errors import ConfigError, EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
+from opentinker.errors import (
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+    OpenTinkerError,
+    ServerLostError,
+    WeightSyncError,
+)
 from opentinker.server.buckets import Bucket, BucketAck, merged
 from opentinker.server.carriers import InlinePayload, Payload, SharedCarrier
 from opentinker.server.device_groups import Invitation
@@ -31,7 +38,7 @@ from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed
 from opentinker.server.engine.sleeping import Event, Sleeper
-from opentinker.server.engine.vllm_ranks import Beside, EngineRankLostError, attempt, lost_rank, starting, values
+from opentinker.server.engine.vllm_ranks import Beside, attempt, lost, starting, values
 from opentinker.server.engine.vllm_update import (
     begin_update,
     finish_update,
@@ -274,11 +281,13 @@ class VllmEngine:
         if not self._pending:
             return []
         try:
-            with self._compilation():
+            with self._compilation(), self._exchange():
                 outputs = self._engine.step()
+        except ServerLostError:
+            raise
         except Exception as error:
             # vLLM promises no exception type, and its state after one is unknown.
-            raise self._lost() or EngineError(f"vLLM failed: {error}") from error
+            raise EngineError(f"vLLM failed: {error}") from error
         results = [found for output in outputs if output.finished and (found := self._collect(output)) is not None]
         if self._pending and not self._engine.has_unfinished_requests():
             # Whoever waits for them would wait for ever.
@@ -342,12 +351,12 @@ class VllmEngine:
 
     def suspend(self, level: int) -> None:
         """Give the GPU's memory up; `sleeper` knows when."""
-        with self._all_ranks():
+        with self._exchange():
             self._engine.sleep(level)
 
     def resume(self, tags: tuple[str, ...]) -> None:
         """Get memory of these kinds back."""
-        with self._all_ranks():
+        with self._exchange():
             self._engine.wake_up(list(tags))
 
     def _tell(self, event: Event) -> None:
@@ -486,7 +495,7 @@ class VllmEngine:
             if self._ranks == 1:
                 answers: list[T] = self._engine.collective_rpc(function, args=arguments)
                 return answers
-            with self._all_ranks():
+            with self._exchange():
                 return values(self._engine.collective_rpc(partial(attempt, function), args=arguments))
         except OpenTinkerError:
             raise
@@ -494,23 +503,20 @@ class VllmEngine:
             raise WeightSyncError(f"vLLM does not take these tensors: {error}") from error
 
     @contextmanager
-    def _all_ranks(self) -> Iterator[None]:
-        """Says of an error of vLLM's whether a rank is gone.
+    def _exchange(self) -> Iterator[None]:
+        """A call of vLLM's own, of which a rank's error is the end where there are several.
 
         Raises:
-            EngineRankLostError: one is.
+            EngineRanksLostError: that.
         """
         try:
             yield
         except OpenTinkerError:
             raise
         except Exception as error:
-            if (lost := self._lost()) is not None:
-                raise lost from error
+            if self._ranks > 1:
+                raise lost(self._engine.model_executor, error) from error
             raise
-
-    def _lost(self) -> EngineRankLostError | None:
-        return lost_rank(self._engine.model_executor) if self._ranks > 1 else None
 
 
 def _prepare_environment() -> None:

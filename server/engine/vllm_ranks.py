@@ -23,8 +23,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class EngineRankLostError(EngineError, ServerLostError):
-    """A rank's process is gone, and vLLM has ended the others: for clients the server is lost."""
+class EngineRanksLostError(EngineError, ServerLostError):
+    """A rank's process is gone, or failed in what ranks do together: for clients the server is lost."""
 
     code = ServerLostError.code
     status = ServerLostError.status
@@ -56,20 +56,21 @@ def starting(ranks: int, *, on_cpu: bool, compiles: bool) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def lost_rank(executor: Any) -> EngineRankLostError | None:
-    """Which rank's process has ended, if one has; asked when a call failed."""
-    workers = {worker.proc.sentinel: worker for worker in getattr(executor, "workers", ())}
+def lost(executor: Any, error: Exception) -> EngineRanksLostError:
+    """A call failed otherwise than by an answer (`attempt`): which rank's process has ended, if one has. The others may wait in
+    an exchange, or have answers to give that nobody asks for any more, so none is of any use."""
+    workers = {worker.proc.sentinel: worker for worker in executor.workers}
     if not connection.wait(list(workers), LOOK_S):
-        return None
+        return EngineRanksLostError(f"the {len(workers)} ranks of the engine failed: {error}", hint=_HINT)
     ended = [worker for worker in workers.values() if not worker.proc.is_alive()]
     # vLLM ends the others when one has died: with 0, or SIGTERM.
     first = min(ended, key=lambda worker: (worker.proc.exitcode in (None, 0, -SIGTERM), worker.rank))
     code = first.proc.exitcode
     how = "died" if code is None else f"exited with code {code}" if code >= 0 else f"was killed by {Signals(-code).name}"
-    return EngineRankLostError(
-        f"rank {first.rank} of {len(workers)} of the engine (pid {first.proc.pid}) {how}",
-        hint="the last checkpoint holds; the server's log has what it printed: `opentinker logs JOB --server`",
-    )
+    return EngineRanksLostError(f"rank {first.rank} of {len(workers)} of the engine (pid {first.proc.pid}) {how}", hint=_HINT)
+
+
+_HINT = "the last checkpoint holds; the server's log has the traceback: `opentinker logs JOB --server`"
 
 
 @dataclass(frozen=True)

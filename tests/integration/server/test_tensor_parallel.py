@@ -66,7 +66,9 @@ def small_buckets(parts: Parts) -> Parts:
 async def train(server: Server, version: int, lora: LoraConfig | None) -> None:
     """A step, after which both sides compute the same, under the next version, and other than before."""
     before = await server.engine_logprobs()
-    trained = await server.client.train_step([datum()] * 3, [Minibatch(indices=(0, 1, 2))], LossConfig(name="ppo"), FAST)
+    trained = await server.client.train_step(
+        [datum()] * 3, [Minibatch(indices=(0, 1, 2))], LossConfig(name="cross_entropy"), FAST
+    )
     assert trained["version"] == version
     assert trained["publish"]["changed"]
     sampled = await server.client.sample(PROMPT, SamplingParams(max_tokens=8, seed=version))

@@ -15,7 +15,7 @@ import torch
 
 from opentinker.errors import DeadlineError, EngineError, ServerLostError, WeightSyncError
 from opentinker.server.engine import vllm_ranks
-from opentinker.server.engine.vllm_ranks import Beside, attempt, lost_rank, starting, values
+from opentinker.server.engine.vllm_ranks import Beside, attempt, lost, starting, values
 
 THREADS = 6
 
@@ -102,18 +102,15 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
 
 
 def test_a_rank_that_was_killed_is_named_though_others_were_ended_after_it(executor: Executor) -> None:
-    assert lost_rank(executor) is None
+    stuck = lost(executor, TimeoutError("RPC call to execute_model timed out."))
+    assert "the 2 ranks of the engine failed: RPC call to execute_model timed out." in str(stuck)
     killed = executor.end(1, signal.SIGKILL)
     executor.end(0, signal.SIGTERM)  # as vLLM does then
-    lost = lost_rank(executor)
-    assert isinstance(lost, ServerLostError)
-    assert isinstance(lost, EngineError)
-    assert f"rank 1 of 2 of the engine (pid {killed}) was killed by SIGKILL" in str(lost)
-    assert lost.to_problem()["code"] == "server_lost"
-
-
-def test_an_error_of_an_engine_whose_ranks_are_threads_of_this_process_loses_none() -> None:
-    assert lost_rank(SimpleNamespace()) is None
+    error = lost(executor, RuntimeError("cancelled"))
+    assert isinstance(error, ServerLostError)
+    assert isinstance(error, EngineError)
+    assert f"rank 1 of 2 of the engine (pid {killed}) was killed by SIGKILL" in str(error)
+    assert error.to_problem()["code"] == "server_lost"
 
 
 class Slow:

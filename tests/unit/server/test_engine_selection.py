@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from opentinker.config.job import parse_job
@@ -77,6 +78,19 @@ def test_a_tensor_parallel_engine_is_vllm_and_shares_the_heads_out_evenly(with_v
     with pytest.raises(ConfigError, match="tensor_parallel=4 does not divide the model's 6 attention heads") as caught:
         select.create_engine(tmp_path, EngineConfig(tensor_parallel=4), "float32", lora=None, stop_token_ids=())
     assert caught.value.hint == "take one of 1, 2, 3, 6"
+
+
+def test_a_tensor_parallel_engine_on_fewer_gpus_than_parts_is_refused(
+    with_vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4}))
+    with pytest.raises(ConfigError, match="tensor_parallel=2 takes a GPU for each part, and the engine has 1") as caught:
+        select.create_engine(
+            tmp_path, EngineConfig(tensor_parallel=2, max_model_len=16), "float32", lora=None, stop_token_ids=()
+        )
+    assert "resources.gpus=2" in caught.value.hint
 
 
 def test_a_tensor_parallel_engine_without_vllm_is_refused(without_vllm: None) -> None:
