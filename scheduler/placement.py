@@ -107,6 +107,8 @@ def demand_of(
 
 def _wishes(demand: Demand, ranks: int, parts: int) -> str:
     """The keys that ask for so much."""
+    if demand.gpus > max(ranks, parts):
+        return "resources.gpus (0 = a CPU slot)"
     keys = {"trainer.ranks": ranks, "engine.tensor_parallel": parts if demand.gpus else 1}
     return " and ".join(key for key, number in keys.items() if number > 1) or "resources.gpus (0 = a CPU slot)"
 

@@ -25,6 +25,7 @@ from opentinker.client.messages import (
 from opentinker.config.server import EngineConfig, LoraConfig
 from opentinker.errors import (
     ConfigError,
+    DeadlineError,
     EngineError,
     InvalidRequestError,
     OpenTinkerError,
@@ -391,6 +392,8 @@ class VllmEngine:
         """Give weights to ranks that are processes of their own."""
         try:
             return updates.send(weights, version)
+        except DeadlineError as error:  # a call is still under way, whose answer would be taken for the next one's
+            raise lost(self._engine.model_executor, error) from error
         except BaseException:
             if self._broken:
                 self._tell(Event.UPDATE_FAILED)

@@ -72,6 +72,9 @@ def test_parts_of_an_engine_take_the_gpus_of_the_ranks_and_share_the_threads_of_
         with pytest.raises(ConfigError, match="8 GPUs on one node") as caught:
             demand_of(Resources(), gpus, ranks=ranks, parts=parts)
         assert caught.value.hint == keys
+    with pytest.raises(ConfigError, match="8 GPUs on one node") as caught:
+        demand_of(Resources(gpus=8), gpus, ranks=2, parts=2)
+    assert "lower resources.gpus" in caught.value.hint
 
 
 def test_a_job_that_can_never_fit_is_refused_with_the_largest_node() -> None:
