@@ -30,7 +30,7 @@ def check_layout(kind: str, engine: EngineConfig, resources: Resources, *, train
 
 
 def _check_carrier(engine: EngineConfig, *, between_processes: bool) -> None:
-    """Colocated, weights go to other processes only where the engine has several parts, one of which is on the trainer's GPU."""
+    """Colocated, weights go to other processes only where the engine has several parts, one of them on the trainer's GPU."""
     carrier = engine.weight_carrier
     if carrier in ("ipc", "nccl") and not between_processes:
         raise ValueError(
