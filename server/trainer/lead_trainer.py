@@ -118,6 +118,11 @@ class LeadTrainer(RankTrainer):
         super().load(policy, folder, weights_only=weights_only)
         self._tell("load_share", policy, folder, weights_only)
 
+    def release_cache(self) -> None:
+        self._others.check()
+        super().release_cache()
+        self._tell("release_cache")
+
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
         _ = self._critic(policy) if critic else self._get(policy)
         report: dict[str, float] = self._all("step_share", [(policy, params, critic)] * self._ranks.count)[0]

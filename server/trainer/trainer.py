@@ -186,6 +186,10 @@ class TorchTrainer:
     def samples(self, policy: str) -> bool:
         return self._found(policy).head is None
 
+    def release_cache(self) -> None:
+        """Give back what the allocator holds of the GPU's memory and does not use."""
+        torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Nothing outlives the process."""
 
