@@ -67,7 +67,7 @@ def train(
     scheduling = job.scheduling
     if scheduling.max_restarts:
         err.print(
-            "scheduling.max_restarts is left out: this process drives the job; submitted ones are restarted", soft_wrap=True
+            "scheduling.max_restarts is left out: this process drives the job; start it again with --resume", soft_wrap=True
         )
         scheduling = scheduling.model_copy(update={"max_restarts": 0})
     fields = job.model_dump(mode="json")
@@ -105,17 +105,22 @@ def train(
             drive = _DRIVERS[type(job)]
             further: dict[str, Any] = {"servers": hosted.servers} if hosted.servers else {}
             with Progress(job.name or job.default_name(), job.training.steps) as progress, hosted.explained():
-                summary = drive(
-                    fields,
-                    endpoint=hosted.server["endpoint"],
-                    token=hosted.server["token"],
-                    policy=hosted.server["policy"],
-                    run_dir=run_dir,
-                    code_dir=code_dir,
-                    listeners=(progress,),
-                    own=own,
-                    **further,
-                )
+                try:
+                    summary = drive(
+                        fields,
+                        endpoint=hosted.server["endpoint"],
+                        token=hosted.server["token"],
+                        policy=hosted.server["policy"],
+                        run_dir=run_dir,
+                        code_dir=code_dir,
+                        listeners=(progress,),
+                        own=own,
+                        **further,
+                    )
+                except BaseException:
+                    if own.step is not None:
+                        err.print(f"step {own.step} is saved: --resume {run_dir} goes on from there", soft_wrap=True)
+                    raise
             out.print(f"report: {summary['report']}", soft_wrap=True)
             out.print(f"checkpoint: {summary['checkpoint']}", soft_wrap=True)
 
