@@ -37,9 +37,7 @@ def add_checkpoint_routes(app: FastAPI, scheduler: HasCheckpoints, changing: Cal
         return Response(status_code=204)
 
     @app.post("/v1/jobs/{job_id}/named-checkpoints", response_model=views.NamedCheckpoints)
-    async def name(
-        request: Request, job_id: str, address: Annotated[list[str], Query(min_length=1, max_length=100)]
-    ) -> JSONResponse:
+    async def name(request: Request, job_id: str, address: Annotated[list[str], Query(default_factory=list)]) -> JSONResponse:
         """Let an interactive job that runs load checkpoints of other jobs; `address` may be given several times."""
         owner = await changing(request, job_id)
         return JSONResponse({"checkpoints": await scheduler.name_checkpoints(owner, job_id, address)})
