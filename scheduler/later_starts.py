@@ -42,17 +42,16 @@ class LaterStarts:
     async def _name(self, job_id: str, address: str, may_name: str) -> tuple[str, str]:
         """(the exact address, the folder) of a checkpoint that is now held, and part of the job's config."""
         job = self._running(job_id)
-        place = len(job.config["checkpoints"])
-        fields = copy.deepcopy(job.config)
-        fields["checkpoints"] = [*fields["checkpoints"], address]
-        config = parse_job(fields)
+        known = _named(job)
+        place = len(known)
+        config = parse_job({**copy.deepcopy(job.config), "checkpoints": [*known, address]})
         start = await self._submissions.find_start(("checkpoints", str(place)), address, config, job.owner, may_name)
         ref, folder = str(start.ref), start_folder(str(start.ref), start.source)
-        if ref in job.config["checkpoints"]:
+        if ref in known:
             return ref, folder
         await self._checkpoints.hold_later(job_id, place, start, config)
         now = self._running(job_id)
-        self._store.save(replace(now, config={**now.config, "checkpoints": [*now.config["checkpoints"], ref]}))
+        self._store.save(replace(now, config={**now.config, "checkpoints": [*_named(now), ref]}))
         return ref, folder
 
     def _running(self, job_id: str) -> Job:
@@ -67,3 +66,7 @@ class LaterStarts:
         if job.state is not JobState.RUNNING:
             raise ConflictError(f"job {job_id} is {job.state}: it has no server that could load a checkpoint")
         return job
+
+
+def _named(job: Job) -> list[str]:
+    return list(job.config.get("checkpoints", ()))
