@@ -73,4 +73,4 @@ class Scheduling(Config):
     CANCELLED if a client does, COMPLETED if nobody has to. None = no limit."""
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 0
     """How often a job whose server or driver died goes back into the queue, to go on from its last checkpoint; without one, it
-    starts anew. Not for jobs with a lease: their client gets a ServerLostError, and starts anew from a checkpoint."""
+    starts anew. Not for jobs with a lease: their client gets a ServerLostError, and goes on in another job (`resume`)."""

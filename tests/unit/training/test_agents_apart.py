@@ -1,6 +1,7 @@
 """Agents whose drivers are different processes learn what they would learn in one; and each hears what became of the others."""
 
 import asyncio
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,8 +30,10 @@ from opentinker.multiagent.coordination.seat import RemoteSeat
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import RoundRobin
 from opentinker.training.agents import AgentsLoop
+from opentinker.training.book import CheckpointBook
 from opentinker.training.loop import FRUITLESS_STEPS
 from opentinker.training.meeting import terms_of
+from opentinker.training.own_run import OwnRun, Resume, policy_places
 from opentinker.training.recorder import Recorder
 
 
@@ -108,9 +111,16 @@ class Drivers:
         found: RLJobConfig = self._make_config(**given)
         return found
 
-    async def connect(self, name: str, steps: Sequence[int] = (), resume_at: int | None = None, **changes: Any) -> AgentsLoop:
+    async def connect(
+        self,
+        name: str,
+        steps: Sequence[int] = (),
+        resume_at: int | None = None,
+        book: CheckpointBook | None = None,
+        **changes: Any,
+    ) -> AgentsLoop:
         config = self.config(name, **changes)
-        recorder = Recorder(self._folder / name, config.model_dump(mode="json"), resume_at=resume_at)
+        recorder = Recorder(self._folder / name, config.model_dump(mode="json"), resume_at=resume_at, checkpoints=book)
         environment = load_environment(self._environment)
         return await AgentsLoop.connect(config, environment, self.policies[name], recorder, steps=steps)
 
@@ -432,7 +442,8 @@ def test_the_drivers_that_the_page_shows_agree(tmp_path) -> None:
     exec(python, {"ot": SimpleNamespace(**parts), "client": SimpleNamespace(create_job=lambda **_: None)})
     steps, url = given.pop("steps"), given.pop("environment")
     given["coordinator"] = given["coordinator"].model_copy(update={"url": url})  # as the environment's, which is here a class
-    job: Any = SimpleNamespace(id="job-1", config=InteractiveJobConfig(base_model="m", lora=ot.LoraConfig(rank=4)))
+    hosted = InteractiveJobConfig(base_model="m", lora=ot.LoraConfig(rank=4))
+    job: Any = SimpleNamespace(id="job-1", record={"owner": "ann"}, config=hosted)
     made = ot.MultiAgentTrainer(job, Digits, given.pop("agents"), run_dir=tmp_path, progress=False, **given)  # type: ignore[arg-type]
     config = yaml.safe_load(yaml_)
     white = parse_config(RLJobConfig, {"base_model": "m", "lora": {"rank": 4}} | config)
@@ -476,6 +487,44 @@ async def test_drivers_that_were_killed_go_on_from_the_newest_step_that_all_have
     assert [loop.steps_done for loop in loops] == [6, 6]
     for loop in loops:
         assert [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_step"] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_drivers_of_users_processes_go_on_in_other_jobs_from_a_step_that_all_their_folders_know(
+    make_drivers, here, tmp_path
+) -> None:
+    drivers = make_drivers(training={"save_every": 2, "optimizer": {"learning_rate": 2.0}})
+
+    def runs(job: str, resume: Resume = False) -> dict[str, OwnRun]:
+        found = {}
+        for name in Digits.agents:
+            config = drivers.config(name)
+            found[name] = OwnRun(tmp_path / name, config.model_dump(mode="json"), resume)
+            found[name].begin("ann", f"{job}{name[0]}", policy_places(config))
+        return found
+
+    async def drive(own: dict[str, OwnRun], count: int) -> list[AgentsLoop]:
+        found = own.items()
+        steps = {name: {"steps": run.steps, "resume_at": run.resume_at} for name, run in found}
+        return await asyncio.gather(*(drivers.drive(name, count, book=run, **steps[name]) for name, run in found))
+
+    async with meeting(Digits) as place:
+        here(place)
+        await drive(runs("job-0"), 4)
+        learnt = {name: policy.logits.copy() for name, policy in drivers.policies.items()}
+        record = tmp_path / "white" / "resume.json"
+        state = json.loads(record.read_text())
+        assert [saved["step"] for saved in state["checkpoints"]] == [2, 4]
+        del state["checkpoints"][-1]  # it was killed before it had noted the last one
+        record.write_text(json.dumps(state))
+        loops = await drive(runs("job-1", True), 2)
+    for loop, (name, policy) in zip(loops, drivers.policies.items(), strict=True):
+        assert f"load ann/job-0{name[0]}/step-000002@2" in policy.calls
+        assert np.array_equal(policy.logits, learnt[name])
+        assert [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_step"] == [1, 2, 3, 4]
+        jobs = [
+            address.split("/")[1] for address in OwnRun(tmp_path / name, loop.config.model_dump(mode="json"), True).addresses
+        ]
+        assert jobs == [f"job-0{name[0]}", f"job-1{name[0]}"]
 
 
 @pytest.mark.parametrize("recorded", [(), ("black",), ("black", "white")])
