@@ -28,8 +28,9 @@ Resume = bool | Literal["auto"]
 """True: go on with the run in the folder, which has to have a checkpoint. 'auto': go on if it has one, begin otherwise."""
 FILE = "resume.json"
 FORMAT = 1
-REMEMBERED = 2
-"""Checkpoints that the folder knows. Drivers of one run that meet go back to one that all have, and may be a save apart."""
+MET = 2
+"""Steps that the folder knows where drivers meet: they go back to one that all have, and may be a save apart. A driver alone
+has its last one only, and needs no other to be there still."""
 LOCK = ".driver.lock"
 
 
@@ -64,6 +65,7 @@ class OwnRun(CheckpointBook):
         """
         self.folder = folder
         self._config, self._given = config, dict(given or {})
+        self._remembered = MET if config.get("coordinator") else 1
         self._saved: dict[int, Mapping[str, str]] = {}
         self._owner = self._job = ""
         self._places: Mapping[str, str | None] = {}
@@ -119,7 +121,7 @@ class OwnRun(CheckpointBook):
             for policy, place in self._places.items()
         }
         earlier = [(before, addresses) for before, addresses in sorted(self._saved.items()) if before < step]
-        self._saved = dict([*earlier, (step, found)][-REMEMBERED:])
+        self._saved = dict([*earlier, (step, found)][-self._remembered :])
         self._write()
 
     def _take_up(self, resume: Resume) -> None:
@@ -132,7 +134,7 @@ class OwnRun(CheckpointBook):
             )
         if left is not None:
             check_same_run(self.folder, self._config, left.given, self._given)
-            self._saved = dict(left.checkpoints)
+            self._saved = dict(sorted(left.checkpoints.items())[-self._remembered :])
         if not self._saved and resume is not True:
             self._begins_anew = left is not None and (self.folder / METRICS).exists()
         elif not self._saved:

@@ -11,7 +11,7 @@ import yaml
 
 from opentinker.config.job import RLJobConfig, SFTJobConfig, parse_job
 from opentinker.errors import CheckpointError, ConfigError, ConflictError
-from opentinker.training.own_run import OwnRun, digests, policy_places, read_left
+from opentinker.training.own_run import OwnRun, Resume, digests, policy_places, read_left
 from opentinker.training.recorder import Recorder
 from opentinker.training.same_run import differences
 
@@ -44,9 +44,9 @@ def left(tmp_path: Path) -> Path:
 def test_a_run_goes_on_from_the_last_checkpoint_that_its_folder_knows(left: Path) -> None:
     for resume in (True, "auto"):
         run = OwnRun(left, sft(), resume, {"train": "2 rows"})  # type: ignore[arg-type]
-        assert (run.step, run.steps, run.resume_at) == (6, [4, 6], 6)
+        assert (run.step, run.steps, run.resume_at) == (6, [6], 6)
         assert run.where(6) == "ann/job-0a/step-000006@7"
-        assert run.addresses == ["ann/job-0a/step-000004@5", "ann/job-0a/step-000006@7"]
+        assert run.addresses == ["ann/job-0a/step-000006@7"], "those before may have been deleted"
 
 
 def test_from_job_to_job_each_checkpoint_keeps_the_address_of_the_job_that_wrote_it(left: Path) -> None:
@@ -54,15 +54,25 @@ def test_from_job_to_job_each_checkpoint_keeps_the_address_of_the_job_that_wrote
     run.begin("ann", "job-0b")
     assert OwnRun(left, sft(), True, {"train": "2 rows"}).step == 6, "nothing is forgotten before something new is whole"
     run.saved(8, {"": 9})
-    again = OwnRun(left, sft(), True, {"train": "2 rows"})
-    assert again.addresses == ["ann/job-0a/step-000006@7", "ann/job-0b/step-000008@9"]
+    assert OwnRun(left, sft(), True, {"train": "2 rows"}).addresses == ["ann/job-0b/step-000008@9"]
 
 
-def test_drivers_that_agree_on_an_earlier_step_forget_the_later_one(left: Path) -> None:
-    run = OwnRun(left, sft(), True, {"train": "2 rows"})
-    run.begin("ann", "job-0b")
-    run.saved(5, {"": 9})
-    assert OwnRun(left, sft(), True, {"train": "2 rows"}).steps == [4, 5]
+def test_drivers_that_meet_may_go_back_a_step_and_then_forget_the_later_one(tmp_path: Path) -> None:
+    def apart(resume: Resume = True) -> OwnRun:
+        return OwnRun(tmp_path, config, resume)
+
+    meets = {"agents": {"black": {}}, "coordinator": {"run": "duel", "url": "http://x"}, "environment": {"name": "duel"}}
+    config = parse_job({"kind": "rl", "base_model": "m", "lora": {}, **meets}).model_dump(mode="json")
+    run = apart(False)
+    run.begin("ann", "job-0a", {"black": None})
+    Recorder(tmp_path, config, checkpoints=run)
+    for step in (2, 4, 6):
+        run.saved(step, {"black": step})
+    assert apart().addresses == ["ann/job-0a/step-000004@4", "ann/job-0a/step-000006@6"]
+    again = apart()
+    again.begin("ann", "job-0b", {"black": None})
+    again.saved(5, {"black": 9})
+    assert apart().addresses == ["ann/job-0a/step-000004@4", "ann/job-0b/step-000005@9"]
 
 
 def test_what_only_says_where_and_how_long_may_change(left: Path) -> None:
