@@ -4,25 +4,23 @@ A submitted job's run lies beside its checkpoints. This one's lies with the user
 that end with the processes that drove them.
 """
 
-import fcntl
 import hashlib
 import json
-import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from opentinker.checkpoints import CheckpointRef
 from opentinker.config.job import RLJobConfig
-from opentinker.errors import CheckpointError, ConfigError, ConflictError
+from opentinker.errors import CheckpointError, ConfigError
 from opentinker.training.book import CheckpointBook
+from opentinker.training.folder_lock import lock, locked_if_whole
 from opentinker.training.recorder import METRICS, check_no_run
 from opentinker.training.same_run import check_same_run
 from opentinker.training.schedule import checkpoint_name
-
-logger = logging.getLogger(__name__)
 
 Resume = bool | Literal["auto"]
 """True: go on with the run in the folder, which has to have a checkpoint. 'auto': go on if it has one, begin otherwise."""
@@ -31,7 +29,6 @@ FORMAT = 1
 MET = 2
 """Steps that the folder knows where drivers meet: they go back to one that all have, and may be a save apart. A driver alone
 has its last one only, and needs no other to be there still."""
-LOCK = ".driver.lock"
 
 
 @dataclass(frozen=True)
@@ -56,11 +53,13 @@ class OwnRun(CheckpointBook):
     def __init__(
         self, folder: Path, config: Mapping[str, Any], resume: Resume = False, given: Mapping[str, str] | None = None
     ) -> None:
-        """`config` are the resolved fields of the run's job, `given` the digests of what they do not hold. Writes nothing.
+        """`config` are the resolved fields of the run's job, `given` the digests of what they do not hold. Writes nothing, but
+        a run that goes on is this process's from here on: no other one drives it, and what is read of it stays true.
 
         Raises:
             ConfigError: the folder holds a run, or with `resume` none to go on with, or one of another config; or `resume`
                 cannot be had.
+            ConflictError: another process drives the run.
             CheckpointError: the folder's record cannot be read.
         """
         self.folder = folder
@@ -74,7 +73,8 @@ class OwnRun(CheckpointBook):
             check_no_run(folder)
         else:
             check_can_resume(config)
-            self._take_up(resume)
+            with _writable(folder), locked_if_whole(folder) if (folder / FILE).exists() else nullcontext():
+                self._take_up(resume)
 
     @property
     def steps(self) -> list[int]:
@@ -105,12 +105,10 @@ class OwnRun(CheckpointBook):
             ConfigError: the folder cannot be written.
         """
         self._owner, self._job, self._places = owner, job_id, places or {"": None}
-        try:
+        with _writable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            _lock(self.folder)
+            lock(self.folder)
             self._write()
-        except OSError as error:
-            raise ConfigError(f"cannot write the run's folder {self.folder}: {error.strerror}") from error
 
     def where(self, step: int, policy: str = "") -> str:
         return self._saved.get(step, {}).get(policy) or checkpoint_name(step)
@@ -155,6 +153,15 @@ class OwnRun(CheckpointBook):
         draft.replace(path)
 
 
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Raises: ConfigError for what the system says when the folder cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write the run's folder {folder}: {error.strerror}") from error
+
+
 def read_left(folder: Path) -> Left | None:
     """What a run's folder says of it; None if it says nothing.
 
@@ -168,7 +175,7 @@ def read_left(folder: Path) -> Left | None:
             raise ValueError(f"it has format {state['format']}, this version reads {FORMAT}")
         saved = {int(each["step"]): dict(each["addresses"]) for each in state["checkpoints"]}
         return Left(saved, dict(state["given"]))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -214,24 +221,3 @@ def digests(given: Mapping[str, Any]) -> dict[str, str]:
                 continue
             found[name] = f"{len(rows)} rows, sha256 {digest.hexdigest()[:16]}"
     return found
-
-
-_locks: dict[Path, IO[str]] = {}
-"""By folder; they are this process's as long as it lives. One process may go on with its own run."""
-
-
-def _lock(folder: Path) -> None:
-    """Raises: ConflictError when another process drives the run in this folder."""
-    if (resolved := folder.resolve()) in _locks:
-        return
-    file = (folder / LOCK).open("a")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.close()
-        raise ConflictError(
-            f"another process drives the run in {folder}", hint="end it first, or choose another folder"
-        ) from error
-    except OSError as error:
-        logger.warning("%s cannot be locked (%s): see to it that no other process drives its run", folder, error.strerror)
-    _locks[resolved] = file

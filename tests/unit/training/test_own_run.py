@@ -11,6 +11,7 @@ import yaml
 
 from opentinker.config.job import RLJobConfig, SFTJobConfig, parse_job
 from opentinker.errors import CheckpointError, ConfigError, ConflictError
+from opentinker.training import folder_lock
 from opentinker.training.own_run import OwnRun, Resume, digests, policy_places, read_left
 from opentinker.training.recorder import Recorder
 from opentinker.training.same_run import differences
@@ -140,6 +141,9 @@ def test_fields_that_a_newer_release_added_do_not_make_it_another_run(left: Path
 def test_a_folder_without_a_run_is_nothing_to_go_on_with_and_auto_begins(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run: there is nothing to go on from"):
         OwnRun(tmp_path / "no", sft(), True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="holds no run: there is nothing to go on from"):
+        OwnRun(tmp_path / "file", sft(), True)
     begins = OwnRun(tmp_path / "no", sft(), "auto")
     assert (begins.step, begins.resume_at) == (None, None)
 
@@ -180,17 +184,52 @@ def test_rows_of_a_run_that_says_nothing_of_its_checkpoints_are_not_taken_over(l
             OwnRun(left, sft(), resume)  # type: ignore[arg-type]
 
 
+OPEN = """
+import json, sys
+from pathlib import Path
+from opentinker.training import folder_lock
+from opentinker.training.own_run import OwnRun
+OwnRun(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]), {"train": "2 rows"}).begin("ann", "job-0d")
+"""
+
+
+def elsewhere(folder: Path, resume: Resume) -> str:
+    """What another process, which would drive the run in this folder, says at its end."""
+    words = [sys.executable, "-c", OPEN, str(folder), json.dumps(sft()), json.dumps(resume)]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stderr
+
+
 def test_two_processes_do_not_drive_one_run(left: Path) -> None:
     OwnRun(left, sft(), True, {"train": "2 rows"}).begin("ann", "job-0b")
     OwnRun(left, sft(), True, {"train": "2 rows"}).begin("ann", "job-0c")  # this process goes on with its own
-    code = (
-        "import sys; from pathlib import Path; from opentinker.training.own_run import OwnRun\n"
-        "run = OwnRun(Path(sys.argv[1]), {}); run.begin('ann', 'job-0d')"
-    )
     (left / "metrics.jsonl").unlink()
-    ended = subprocess.run([sys.executable, "-c", code, str(left)], capture_output=True, text=True, check=False)
-    assert ConflictError.__name__ in ended.stderr
-    assert "another process drives the run" in ended.stderr
+    for resume in (False, True):
+        assert f"{ConflictError.__name__}: another process drives the run" in elsewhere(left, resume)
+
+
+def test_what_was_read_of_a_run_stays_true_while_its_next_job_waits_for_a_server(tmp_path: Path) -> None:
+    """Else another process could do some of its steps meanwhile, and end, and they would be taken back."""
+    begun = OwnRun(tmp_path, sft(), given={"train": "2 rows"})
+    begun.begin("ann", "job-0a")
+    Recorder(tmp_path, sft(), checkpoints=begun)
+    begun.saved(2, {"": 2})
+    code = OPEN.replace('.begin("ann", "job-0d")', "; print('read', flush=True); input()")
+    words = [sys.executable, "-c", code, str(tmp_path), json.dumps(sft()), "true"]
+    folder_lock._locks.pop(tmp_path.resolve()).close()  # as if this process had ended
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as waits:
+        assert waits.stdout is not None
+        assert waits.stdout.readline() == "read\n"
+        with pytest.raises(ConflictError, match="another process drives the run"):
+            OwnRun(tmp_path, sft(), True, {"train": "2 rows"})
+        waits.communicate("\n")
+    assert OwnRun(tmp_path, sft(), True, {"train": "2 rows"}).step == 2
+
+
+def test_a_run_that_is_refused_here_may_be_driven_elsewhere(left: Path) -> None:
+    folder_lock._locks.pop(left.resolve()).close()
+    with pytest.raises(ConfigError, match=r"^training.seed"):
+        OwnRun(left, sft(training__seed=9), True, {"train": "2 rows"})
+    assert elsewhere(left, True) == ""
 
 
 def test_past_versions_of_another_job_are_refused_before_anything_runs(tmp_path: Path) -> None:
