@@ -6,7 +6,6 @@ that end with the processes that drove them.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,12 +14,13 @@ from typing import Any, Literal
 
 from opentinker.checkpoints import CheckpointRef
 from opentinker.config.job import RLJobConfig
-from opentinker.errors import CheckpointError, ConfigError
+from opentinker.errors import CheckpointError, ConfigError, NotFoundError
 from opentinker.training.book import CheckpointBook
 from opentinker.training.folder_lock import lock, locked_if_whole
 from opentinker.training.recorder import METRICS, check_no_run
 from opentinker.training.same_run import check_same_run
 from opentinker.training.schedule import checkpoint_name
+from opentinker.training.whole_file import write_whole
 
 Resume = bool | Literal["auto"]
 """True: go on with the run in the folder, which has to have a checkpoint. 'auto': go on if it has one, begin otherwise."""
@@ -143,14 +143,7 @@ class OwnRun(CheckpointBook):
             )
 
     def _write(self) -> None:
-        """Whole or not at all, also when the machine dies."""
-        path = self.folder / FILE
-        draft = path.with_name(f".{FILE}.tmp")
-        with draft.open("w") as file:
-            json.dump(Left(self._saved, self._given).to_json(), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        write_whole(self.folder / FILE, json.dumps(Left(self._saved, self._given).to_json(), indent=1))
 
 
 @contextmanager
@@ -160,6 +153,21 @@ def _writable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"cannot write the run's folder {folder}: {error.strerror}") from error
+
+
+@contextmanager
+def going_on(folder: Path) -> Iterator[None]:
+    """Says that it is a run that cannot go on, where its checkpoint is gone, does not fit or is corrupt.
+
+    Raises: CheckpointError.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError, NotFoundError) as error:
+        raise CheckpointError(
+            f"the run in {folder} cannot go on: {error.detail}",
+            hint=error.hint or "`opentinker checkpoints` lists earlier ones; another run can begin with one: start_from",
+        ) from error
 
 
 def read_left(folder: Path) -> Left | None:

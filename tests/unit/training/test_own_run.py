@@ -1,6 +1,8 @@
 """The folder of a run that a user's process drives: where it goes on, and what it refuses to go on from."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -246,6 +248,28 @@ def test_each_agents_checkpoints_are_called_as_its_server_calls_them() -> None:
     config = RLJobConfig.model_validate(fields)
     assert policy_places(config) == {"black": None, "white": "white", "red": "second", "blue": "blue"}
     assert policy_places(RLJobConfig.model_validate({"base_model": "m", "environment": {"name": "guess"}})) == {"": None}
+
+
+@pytest.mark.parametrize("line", ["\0\0\0", "7", "{}"])
+def test_a_line_of_metrics_that_is_no_row_is_named(left: Path, line: str) -> None:
+    with (left / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match=r"metrics.jsonl: line 2 is no row of a run"):
+        Recorder(left, sft(), resume_at=6)
+
+
+def test_a_full_disk_costs_neither_the_config_nor_the_record_of_a_run(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = OwnRun(left, sft(), True, {"train": "2 rows"})
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match=r"cannot write the run's folder .*: No space left"):
+            run.begin("ann", "job-0b")
+        with pytest.raises(ConfigError, match=r"cannot write the run's folder .*: No space left"):
+            Recorder(left, sft(), resume_at=6)
+    assert OwnRun(left, sft(), True, {"train": "2 rows"}).step == 6
 
 
 def test_several_policies_are_remembered_together(tmp_path: Path) -> None:
