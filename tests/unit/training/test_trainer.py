@@ -300,6 +300,8 @@ def test_what_cannot_be_resumed_is_said_at_once(make_trainer, cut, job, tmp_path
     with pytest.raises(ConfigError, match="which run is to go on") as caught:
         make_trainer(resume=True, run_dir=None)
     assert "run_dir=" in caught.value.hint
+    with pytest.raises(ConfigError, match="resume='never' is neither True nor False nor 'auto'"):
+        make_trainer(resume="never", save_every=1)
     with pytest.raises(ConfigError, match="with save_every=0 there will be none"):
         make_trainer(resume="auto")
     cut(4, save_every=1)
@@ -317,7 +319,7 @@ def test_what_cannot_be_resumed_is_said_at_once(make_trainer, cut, job, tmp_path
     rows = (tmp_path / "run" / "metrics.jsonl").read_text()
     job.name_checkpoints = gone
     for resume in (True, "auto"):
-        with pytest.raises(CheckpointError, match=r"cannot go on from its last checkpoints: .* has no checkpoint"):
+        with pytest.raises(CheckpointError, match=r"cannot go on: .* has no checkpoint"):
             make_trainer(resume=resume, save_every=1)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == rows
 
@@ -331,6 +333,17 @@ def test_a_checkpoint_that_does_not_load_is_an_error_and_can_be_tried_again(make
             trainer.fit(7)
     policy.saved["step-000002"] = kept
     assert trainer.fit(7)["steps"] == 7
+
+
+def test_a_checkpoint_that_is_corrupt_is_said_with_the_run_and_a_way_out(make_trainer, cut, policy, monkeypatch) -> None:
+    async def load(name: str) -> Any:
+        raise CheckpointError(f"{name} is corrupt")
+
+    cut(4, save_every=2)
+    monkeypatch.setattr(policy, "load", load)
+    with pytest.raises(CheckpointError, match=r"the run in .* cannot go on: ann/job-1/step-000002@2 is corrupt") as caught:
+        make_trainer(resume=True, progress=False).fit(7)
+    assert "start_from" in caught.value.hint
 
 
 def test_a_run_that_goes_on_is_the_same_run_to_its_sinks(make_trainer, cut, monkeypatch) -> None:
