@@ -123,20 +123,21 @@ class OwnRun(CheckpointBook):
         self._write()
 
     def _take_up(self, resume: Resume) -> None:
-        left = read_left(self.folder)
-        if left is None and (self.folder / METRICS).exists():
+        left, has_rows = read_left(self.folder), (self.folder / METRICS).exists()
+        if left is None and has_rows:
             raise ConfigError(
                 f"{self.folder} holds a run that no user's process drove, or an older release's: it does not say where its "
                 "checkpoints are",
                 hint="begin another run in another folder, with start_from=... for what it learnt",
             )
-        if left is not None:
+        has_run = left is not None and bool(left.checkpoints or has_rows)  # one that died before it had either is none
+        if left is not None and has_run:
             check_same_run(self.folder, self._config, left.given, self._given)
             self._saved = dict(sorted(left.checkpoints.items())[-self._remembered :])
         if not self._saved and resume is not True:
-            self._begins_anew = left is not None and (self.folder / METRICS).exists()
+            self._begins_anew = has_run
         elif not self._saved:
-            what = "no run" if left is None else "a run without a checkpoint"
+            what = "a run without a checkpoint" if has_run else "no run"
             raise ConfigError(
                 f"{self.folder} holds {what}: there is nothing to go on from",
                 hint="begin without resume, in another folder; checkpoints are written every `save_every` steps",

@@ -163,6 +163,16 @@ def test_a_run_without_a_checkpoint_begins_anew_only_when_that_is_asked_for(tmp_
         OwnRun(tmp_path, sft(training__seed=9), "auto")
 
 
+def test_a_run_that_died_before_its_first_row_is_none(tmp_path: Path) -> None:
+    OwnRun(tmp_path, sft(), "auto").begin("ann", "job-0a")  # and was killed before its config was there
+    again = OwnRun(tmp_path, sft(), "auto")
+    assert (again.step, again.resume_at) == (None, None)
+    Recorder(tmp_path, sft())
+    assert OwnRun(tmp_path, sft(training__seed=9), "auto").resume_at is None, "nothing came of the other config"
+    with pytest.raises(ConfigError, match="holds no run"):
+        OwnRun(tmp_path, sft(), True)
+
+
 def test_without_resume_a_folder_with_a_run_is_refused_and_left_as_it_is(left: Path) -> None:
     before = (left / "resume.json").read_text()
     with pytest.raises(ConfigError, match="holds another run") as caught:
