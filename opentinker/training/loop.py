@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from opentinker.config.job import RLJobConfig
-from opentinker.errors import EpisodesFailedError
+from opentinker.errors import ConfigError, EpisodesFailedError
 from opentinker.rollout.types import Group
 from opentinker.training.metrics import Row, commonest_failure
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import checkpoint_name
 from opentinker.training.stopping import ALONE, STOPPED_EARLY, Stopping
 from opentinker.training.tasks import JobTasks
-from opentinker.training.watch import Verdict
+from opentinker.training.trend import Verdict
 
 FRUITLESS_STEPS = 3
 """Steps in a row without a usable episode after which a loop gives up."""
@@ -45,9 +45,15 @@ class EpisodesLoop(ABC):
         """Train for `steps` more steps, evaluating as the config says.
 
         Raises:
+            ConfigError: the run is to stop by evaluations, and there are no held-out tasks.
             EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
         """
-        evaluation = self.config.evaluation
+        evaluation, stop = self.config.evaluation, self.config.training.stop
+        if stop.counted and stop.score == "evaluation" and not await self._held_out_tasks():
+            raise ConfigError(
+                f"training.stop.{stop.counted} counts evaluations, and there are no held-out tasks",
+                hint="set training.stop.score to 'training', or give held-out tasks",
+            )
         last = self.steps_done + steps
         if evaluation.at_start and self.steps_done == 0:
             await self.evaluate()
