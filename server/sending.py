@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from opentinker.errors import DeadlineError
@@ -13,6 +13,8 @@ from opentinker.server.engine.base import NamedTensors
 
 ACK_S = 300.0
 """An engine that has not taken a bucket after this long counts as stuck."""
+CAUSE_S = 1.0
+"""So long, once a bucket has failed, answers of those before it are waited for."""
 
 Take = Callable[[Bucket, Payload], "Future[Sequence[BucketAck]]"]
 """Gives a bucket to all engine ranks; their acknowledgements come later."""
@@ -85,9 +87,20 @@ class BucketSender:
         self._number += 1
         carrier = self._free.popleft()
         self._ledger.send(bucket)
-        answer = self._take(bucket, carrier.payload(bucket.nbytes))
-        self._under_way.append(_Sent(bucket, answer, carrier))
-        carrier.deliver(bucket.nbytes, answer, self._ack_s)
+        try:
+            answer = self._take(bucket, carrier.payload(bucket.nbytes))
+            self._under_way.append(_Sent(bucket, answer, carrier))
+            carrier.deliver(bucket.nbytes, answer, self._ack_s)
+        except Exception:
+            self._account_for([sent for sent in self._under_way if sent.bucket is not bucket])
+            raise
+
+    def _account_for(self, earlier: Sequence[_Sent]) -> None:
+        """Where one of those before went wrong, that is why the next one did. Its answer may come a moment later."""
+        answered, _ = wait([sent.answer for sent in earlier], CAUSE_S)
+        for sent in earlier:
+            if sent.answer in answered:
+                self._ledger.acknowledge(sent.bucket, sent.answer.result())
 
     def _settle(self) -> None:
         """Wait for the oldest bucket under way."""

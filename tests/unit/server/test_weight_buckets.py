@@ -1,6 +1,7 @@
 """Weights in buckets: whatever the tensors, they arrive as they were sent; a bucket that does not is an error that names it."""
 
 import multiprocessing
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -202,6 +203,30 @@ def test_a_bucket_that_is_never_acknowledged_ends_with_its_name() -> None:
         DeadlineError, match=r"did not acknowledge bucket 0 of trainer rank 0 \(1 tensors, a to a\) within 0.01 s"
     ):
         BucketSender(Ledger(UPDATE, 1), [InlineCarrier()], lambda *_: Future(), ack_s=0.01).send([("a", torch.ones(1))])
+
+
+def test_what_went_wrong_first_is_the_error_even_where_a_later_bucket_is_the_one_that_is_looked_at() -> None:
+    class Fetched(InlineCarrier):
+        """One whose delivery ends with the answer, as a broadcast does."""
+
+        def deliver(self, nbytes: int, answer: Future[Any], timeout_s: float) -> None:
+            if answer.done():
+                answer.result()
+
+    first = Future[Sequence[BucketAck]]()
+
+    def take(bucket: Bucket, payload: Payload) -> Future[Sequence[BucketAck]]:
+        if bucket.number == 0:
+            return first
+        changed = [BucketAck(0, bucket.update, bucket.sender, 0, {"a": "another"})]
+        threading.Timer(0.05, first.set_result, [changed]).start()
+        second = Future[Sequence[BucketAck]]()
+        second.set_exception(WeightSyncError("rank 0 misses bucket 0: bucket 1 came in its place"))
+        return second
+
+    sender = BucketSender(Ledger(UPDATE, 1), [Fetched(), Fetched()], take, bucket_bytes=1)
+    with pytest.raises(WeightSyncError, match="changed, in bucket 0"):
+        sender.send([("a", torch.ones(1)), ("b", torch.ones(1))])
 
 
 def test_a_tensor_that_is_sent_twice_is_an_error() -> None:
