@@ -167,6 +167,9 @@ class RemoteScheduler:
     async def delete_checkpoint(self, owner: str, job_id: str, name: str, by: Caller) -> None:
         await _answer(self._handle.delete_checkpoint.remote(owner, job_id, name, by))
 
+    async def name_checkpoints(self, owner: str, job_id: str, addresses: list[str]) -> list[str]:
+        return await _answer(self._handle.name_checkpoints.remote(owner, job_id, addresses))
+
     async def models(self) -> list[dict[str, Any]]:
         return await _answer(self._handle.models.remote())
 

@@ -3,9 +3,9 @@ is the further policy of the job that a checkpoint is of; without it, it is of t
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from opentinker.checkpoint_names import joined_policy
@@ -18,6 +18,7 @@ class HasCheckpoints(Protocol):
     async def tag_checkpoint(self, owner: str, job_id: str, name: str, tag: str, by: Caller) -> dict[str, Any]: ...
     async def untag_checkpoint(self, owner: str, job_id: str, tag: str, by: Caller) -> None: ...
     async def delete_checkpoint(self, owner: str, job_id: str, name: str, by: Caller) -> None: ...
+    async def name_checkpoints(self, owner: str, job_id: str, addresses: list[str]) -> list[str]: ...
 
 
 def add_checkpoint_routes(app: FastAPI, scheduler: HasCheckpoints, changing: Callable[[Request, str], Awaitable[str]]) -> None:
@@ -34,6 +35,12 @@ def add_checkpoint_routes(app: FastAPI, scheduler: HasCheckpoints, changing: Cal
         owner = await changing(request, job_id)
         await scheduler.untag_checkpoint(owner, job_id, joined_policy(policy, tag), caller_of(request))
         return Response(status_code=204)
+
+    @app.post("/v1/jobs/{job_id}/named-checkpoints", response_model=views.NamedCheckpoints)
+    async def name(request: Request, job_id: str, address: Annotated[list[str], Query(default_factory=list)]) -> JSONResponse:
+        """Let an interactive job that runs load checkpoints of other jobs; `address` may be given several times."""
+        owner = await changing(request, job_id)
+        return JSONResponse({"checkpoints": await scheduler.name_checkpoints(owner, job_id, address)})
 
     @app.delete("/v1/jobs/{job_id}/checkpoints/{name}", status_code=204)
     async def delete(request: Request, job_id: str, name: str, policy: str | None = None) -> Response:

@@ -100,6 +100,13 @@ class CheckpointCare:
             else:
                 self._storage_calls.later(release)
 
+    async def hold_later(self, job_id: str, place: int, start: Start, config: JobConfig) -> None:
+        """As `hold`, for a job that runs and comes to name one more checkpoint, the `place`-th.
+
+        Raises: as `hold`.
+        """
+        await self._run(partial(self._hold, holder(job_id, place), start, config))
+
     async def _run(self, work: Callable[[], T]) -> T:
         if self._storage is None:
             return await asyncio.to_thread(work)

@@ -1,6 +1,6 @@
 """The seam between decisions and processes: what a reconciler asks of whatever runs servers and drivers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -147,6 +147,14 @@ class Launcher(Protocol):
 
         Raises:
             OpenTinkerError: it could not, or not in time.
+        """
+        ...
+
+    async def name_checkpoints(self, server_id: str, starts: Mapping[str, str]) -> None:
+        """Let the policies of a server load further checkpoints: address -> folder. To do it twice is to do it once.
+
+        Raises:
+            OpenTinkerError: the server could not be told.
         """
         ...
 

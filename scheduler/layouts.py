@@ -45,9 +45,9 @@ def requests_of(config: JobConfig, present: Sequence[Node], kinds: Sequence[Node
         except ConfigError as error:
             if not name:
                 raise
-            hint = error.hint.replace("resources.", f"servers.{name}.resources.").replace(
-                "trainer.ranks", f"servers.{name}.trainer.ranks"
-            )
+            hint = error.hint
+            for key in ("resources.", "trainer.ranks", "engine.tensor_parallel"):
+                hint = hint.replace(key, f"servers.{name}.{key}")
             raise ConfigError(f"servers.{name}: {error.detail}", hint=hint) from error
     nodes = [*present, *addable(kinds)]
     together = tuple(demand for request in requests.values() for demand in request)
@@ -71,12 +71,12 @@ def request_of(config: JobConfig, present: Sequence[Node], kinds: Sequence[NodeT
     Raises:
         ConfigError: the cluster could never hold it, or it is one that servers cannot do.
     """
-    resources = _sized(config, [*present, *addable(kinds)])
+    resources, parts = config.resources, config.engine.tensor_parallel
     if resources.layout == "colocated":
-        return (demand_of(resources, present, kinds, ranks=config.trainer_ranks),)
+        return (demand_of(resources, present, kinds, ranks=config.trainer_ranks, parts=parts),)
     _check_split(resources)
     nodes = [*present, *addable(kinds)]
-    roles = roles_of(resources, nodes, config.trainer_ranks)
+    roles = roles_of(resources, nodes, config.trainer_ranks, parts)
     request = tuple(demand for _, demand in roles)
     if not possible(request, nodes):
         wishes = " and ".join(f"{demand} for the {role}" for role, demand in roles)
@@ -90,21 +90,6 @@ def request_of(config: JobConfig, present: Sequence[Node], kinds: Sequence[NodeT
 def _size(nodes: Sequence[Node]) -> str:
     gpus, slots = sum(n.gpus for n in nodes), sum(n.cpu_slots for n in nodes)
     return f"{count(gpus, 'GPU')} and {count(slots, 'CPU slot')} on {count(len(nodes), 'node')}"
-
-
-def _sized(config: JobConfig, nodes: Sequence[Node]) -> Resources:
-    """With as many GPUs as a tensor-parallel engine has ranks, where there are GPUs and the job does not say."""
-    resources, ranks = config.resources, config.engine.tensor_parallel
-    if ranks == 1 or not any(node.gpus for node in nodes):
-        return resources
-    if resources.layout == "colocated":
-        return resources if resources.gpus is not None else resources.model_copy(update={"gpus": ranks})
-    rollout = resources.roles["rollout"]
-    return (
-        resources
-        if rollout.gpus is not None
-        else resources.model_copy(update={"rollout": rollout.model_copy(update={"gpus": ranks})})
-    )
 
 
 def _check_split(resources: Resources) -> None:

@@ -65,43 +65,52 @@ class Placement:
     waits: Mapping[str, str]
 
 
-def roles_of(resources: Resources, nodes: Sequence[Node], ranks: int = 1) -> tuple[tuple[str, Demand], ...]:
-    """(role, demand) of each bundle that a job asks for, whose trainer has so many ranks; colocated, its one bundle plays both
-    roles."""
+def roles_of(resources: Resources, nodes: Sequence[Node], ranks: int = 1, parts: int = 1) -> tuple[tuple[str, Demand], ...]:
+    """(role, demand) of each bundle that a job asks for, whose trainer has so many ranks and whose engine so many parts;
+    colocated, its one bundle plays both roles."""
     if resources.layout == "split":
-        return tuple(
-            (name, _amount(role.gpus, nodes, ranks if name == "trainer" else 1))
-            for name, role in resources.roles.items()
-            for _ in range(role.replicas)
-        )
-    return (("trainer and rollout", _amount(resources.gpus, nodes, ranks)),)
+        wanted = {"trainer": _amount(resources.roles["trainer"].gpus, nodes, ranks, ranks)}
+        wanted["rollout"] = _amount(resources.roles["rollout"].gpus, nodes, parts, 1)
+        return tuple((name, wanted[name]) for name, role in resources.roles.items() for _ in range(role.replicas))
+    return (("trainer and rollout", _amount(resources.gpus, nodes, max(ranks, parts), ranks)),)
 
 
-def _amount(gpus: float | None, nodes: Sequence[Node], ranks: int) -> Demand:
+def _amount(gpus: float | None, nodes: Sequence[Node], wanted_gpus: int, cpu_slots: int) -> Demand:
     if gpus is None:
-        gpus = ranks if any(node.gpus for node in nodes) else 0
-    return Demand(gpus=gpus) if gpus else Demand(cpu_slots=ranks)
+        gpus = wanted_gpus if any(node.gpus for node in nodes) else 0
+    return Demand(gpus=gpus) if gpus else Demand(cpu_slots=cpu_slots)
 
 
-def demand_of(resources: Resources, present: Sequence[Node], kinds: Sequence[NodeType] = (), *, ranks: int = 1) -> Demand:
+def demand_of(
+    resources: Resources, present: Sequence[Node], kinds: Sequence[NodeType] = (), *, ranks: int = 1, parts: int = 1
+) -> Demand:
     """What a colocated job's server occupies, resolved against the cluster: its nodes, and the kinds that can be added. Each of
-    the trainer's `ranks` has a GPU or a CPU slot.
+    the trainer's `ranks` has a GPU or a CPU slot; each of the engine's `parts` a GPU, which may be a rank's, or the threads of
+    the slots together.
 
     Raises:
         ConfigError: no node could ever hold it.
     """
     nodes = [*present, *addable(kinds)]
-    ((_, demand),) = roles_of(resources, nodes, ranks)
+    ((_, demand),) = roles_of(resources, nodes, ranks, parts)
     if not any(node.gpus >= demand.gpus and node.cpu_slots >= demand.cpu_slots for node in nodes):
         largest = max((node.gpus if demand.gpus else node.cpu_slots for node in nodes), default=0)
         unit = "GPU" if demand.gpus else "CPU slot"
         raise ConfigError(
             f"the job asks for {demand} on one node; the largest node of this cluster has {count(largest, unit)}",
-            hint=f"lower {'trainer.ranks' if ranks > 1 else 'resources.gpus (0 = a CPU slot)'}"
+            hint=f"lower {_wishes(demand, ranks, parts)}"
             if demand.gpus or ranks > 1
             else "start the cluster with CPU slots, or ask for a GPU",
         )
     return demand
+
+
+def _wishes(demand: Demand, ranks: int, parts: int) -> str:
+    """The keys that ask for so much."""
+    if demand.gpus > max(ranks, parts):
+        return "resources.gpus (0 = a CPU slot)"
+    keys = {"trainer.ranks": ranks, "engine.tensor_parallel": parts if demand.gpus else 1}
+    return " and ".join(key for key, number in keys.items() if number > 1) or "resources.gpus (0 = a CPU slot)"
 
 
 def free_on(nodes: Sequence[Node], held: Sequence[Allocation]) -> dict[str, Demand]:

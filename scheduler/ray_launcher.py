@@ -3,7 +3,7 @@ front and driver beside it without CPU demands, so that they can never wait for 
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from opentinker.errors import DeadlineError, ServerLostError
+from opentinker.errors import DeadlineError, ServerLostError, UnavailableError
 from opentinker.scheduler.clearing import clear
 from opentinker.scheduler.fronts import advertised, front_host
 from opentinker.scheduler.gpus import GpuUse, own_gpu_indexes, read_gpu_use
@@ -322,6 +322,20 @@ class RayLauncher:
                         await asyncio.sleep(self._settings.probe_s)
         except TimeoutError as error:
             raise DeadlineError(f"the server did not answer within {patience_s:g} s") from error
+        except RayActorError as error:
+            raise ServerLostError(death("the server's front process", parts.pids.get("front"), error)) from error
+        except RayTaskError as error:
+            raise other_side(error) from error
+
+    async def name_checkpoints(self, server_id: str, starts: Mapping[str, str]) -> None:
+        parts = await self._known(server_id)
+        if parts.front is None:
+            raise ServerLostError("its server is gone")
+        try:
+            async with asyncio.timeout(self._settings.unresponsive_s):
+                await parts.front.name_checkpoints.remote(dict(starts))
+        except (TimeoutError, ActorUnavailableError) as error:
+            raise UnavailableError("the job's server did not answer", hint="try again") from error
         except RayActorError as error:
             raise ServerLostError(death("the server's front process", parts.pids.get("front"), error)) from error
         except RayTaskError as error:

@@ -25,6 +25,7 @@ from opentinker.scheduler.cluster_view import QUEUE_SHOWN, cluster_view
 from opentinker.scheduler.driver import LOG_NAME
 from opentinker.scheduler.gpu_use import GpuUseReader
 from opentinker.scheduler.hosting import check_further, hosts_of, released, server_folder
+from opentinker.scheduler.later_starts import LaterStarts
 from opentinker.scheduler.launcher import Launcher
 from opentinker.scheduler.layouts import held_by
 from opentinker.scheduler.listing import FIRST_PAGE, JobQuery
@@ -93,6 +94,7 @@ class SchedulerService:
             now,
             self._checkpoints,
         )
+        self._later_starts = LaterStarts(store, launcher, self._submissions, self._checkpoints)
 
     def create_key(self) -> None:
         """Make sure that the key in the state folder's file is valid, whichever of file and store is new."""
@@ -271,6 +273,18 @@ class SchedulerService:
         """Delete a checkpoint for good; see `CheckpointCare.delete`."""
         ref = await self._checkpoints.delete(self._owned(owner, job_id), name)
         self.users.note(by, "checkpoint.delete", str(ref))
+
+    async def name_checkpoints(self, owner: str, job_id: str, addresses: list[str]) -> list[str]:
+        """Let the policies of an interactive job that runs load checkpoints that its config did not name: their exact
+        addresses, which its config names from now on. They are not deleted while it is open.
+
+        Raises:
+            ConfigError: one does not fit the job, or is not there.
+            NotFoundError: there is no such job for this caller.
+            ConflictError: the job does not run, or is of another kind.
+            ServerLostError, UnavailableError: its server, or the storage, does not answer.
+        """
+        return await self._later_starts.name(self._owned(owner, job_id).id, addresses, owner)
 
     async def _lines(self, job: Job, path: Path, offset: int) -> tuple[bytes, int, bool]:
         read = partial(read_lines, path, offset, complete=self._quiet(job), all_here=self._all_here(job))

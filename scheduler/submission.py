@@ -107,7 +107,7 @@ class Submissions:
                 return _same(earlier, resolved, code)
         for part in parsed.parts.values():
             await asyncio.to_thread(self._models.check, part, load(self._settings.check_model))
-        starts = [await self._start(where, address, parsed, owner, may_name) for where, address in parsed.starts.items()]
+        starts = [await self.find_start(where, address, parsed, owner, may_name) for where, address in parsed.starts.items()]
         for start in starts:
             pin(resolved, start.where, str(start.ref))
         nodes = await self._launcher.nodes()
@@ -164,9 +164,17 @@ class Submissions:
         await self._checkpoints.accepted(job_id, starts, failed=False)
         return job
 
-    async def _start(self, where: tuple[str, ...], address: str, config: JobConfig, owner: str, may_name: str | None) -> Start:
+    async def find_start(
+        self, where: tuple[str, ...], address: str, config: JobConfig, owner: str, may_name: str | None
+    ) -> Start:
         """A checkpoint that the config names. What the name means now is what it means for good, however often the server
-        starts."""
+        starts.
+
+        Raises:
+            ConfigError: it does not fit the job, or is not there.
+            NotFoundError: there is no such job for this caller.
+            UnavailableError: the storage does not answer.
+        """
         ref = parse_ref(address)
         named = Start(where, ref, start_source(ref, self._store.job(ref.job), None if may_name == EVERYONE else owner))
         resolve = partial(resolve_start, named, config, self._storage)

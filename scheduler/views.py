@@ -97,6 +97,11 @@ class Checkpoints(_View):
     """Newest first."""
 
 
+class NamedCheckpoints(_View):
+    checkpoints: list[str]
+    """Their exact addresses, in the order in which they were asked for."""
+
+
 class ModelView(_View):
     name: str
     path: str

@@ -206,6 +206,10 @@ class FrontProcess:
         """
         return await save_all(self._front, policy, name, timeout_s)
 
+    async def name_checkpoints(self, starts: Mapping[str, str]) -> None:
+        """Let policies load further checkpoints of other jobs: address -> folder."""
+        self._front.name_checkpoints(starts)
+
     async def health(self) -> dict[str, Any]:
         """{"ok", "cause", "pid", "idle_s"}: whether requests are answered, and why not; for how long there were none."""
         lost = self._front.dispatcher.lost

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opentinker.checkpoint_marks import resolve
-from opentinker.checkpoints import MANIFEST, Checkpoint, checkpoints, find, parse_name, versioned
+from opentinker.checkpoints import MANIFEST, Checkpoint, checkpoints, find, parse_folder, parse_name, versioned
 from opentinker.client.messages import (
     PAIR_LOSSES,
     SCALAR_LOSSES,
@@ -218,16 +218,22 @@ def _save(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(state: State, policy: str, args: dict[str, Any]) -> dict[str, Any]:
-    """Also publishes, so that the engine samples from what was loaded, unless nothing can be sampled."""
-    _known(args, "name")
+    """Also publishes, so that the engine samples from what was loaded, unless nothing can be sampled. The checkpoint is one of
+    this policy, or, in a `folder` that the front has found out, one of another job."""
+    _known(args, "name", "folder")
     hosted = state.hosted(policy)
-    path, found = _named(state, policy, args.get("name"))
+    if args.get("folder") is not None:
+        path = Path(args["folder"])
+        _, version = parse_folder(path.name) or ("", None)
+    else:
+        path, found = _named(state, policy, args.get("name"))
+        version = None if found is None else found.version
     state.parts.trainer.load(policy, _here(state, path))
     driver = read_driver(path)
     if not hosted.samples:
         return {"version": hosted.version, "driver": driver}
     # A new server takes up the numbers where the checkpoint's left off, so that a version means the same weights for good.
-    before = max(hosted.attempted, (found.version or 0) - 1 if found is not None else 0)
+    before = max(hosted.attempted, (version or 0) - 1)
     return {**publish(state, policy, "drain", after=before), "driver": driver}
 
 

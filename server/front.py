@@ -142,8 +142,8 @@ class Front:
         wait_s = _wait_s(request)
         digest, body = await _read(request)
         seq, command, args = _envelope(body)
-        if command == "load_weights":
-            args = self._weights(args)
+        if command in ("load", "load_weights"):
+            args = self._found(args)
         operation = self.dispatcher.command(policy, seq, digest, command, args)
         self.policies.note(policy, command)
         return await _answer_operation(request, operation, wait_s)
@@ -159,8 +159,12 @@ class Front:
         operation = self.dispatcher.operation(request.path_params["operation_id"], caller)
         return await _answer_operation(request, operation, _wait_s(request))
 
-    def _weights(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a `load_weights`, for the worker: an address means a folder that the scheduler has told."""
+    def name_checkpoints(self, starts: Mapping[str, str]) -> None:
+        """Let the policies load further checkpoints of other jobs: address -> folder."""
+        self._starts |= starts
+
+    def _found(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `load` or `load_weights`, for the worker: an address means a folder that the scheduler has told."""
         if "folder" in args:
             raise InvalidRequestError("unknown argument 'folder'", hint="name takes a checkpoint's name or address")
         address = args.get("name")
@@ -173,7 +177,7 @@ class Front:
         if not found:
             raise InvalidRequestError(
                 f"the checkpoint {wanted} is not among those that this job names",
-                hint="name it where the job is submitted: `checkpoints` of an interactive job, or an agent's `checkpoint`",
+                hint="`Job.load` names it for an interactive job; of others the config does, as an agent's `checkpoint`",
             )
         if len(set(found.values())) > 1:
             raise InvalidRequestError(

@@ -12,6 +12,7 @@ from opentinker.server.engine.base import RolloutEngine
 from opentinker.server.engine.host import BucketEngine, HostedEngine
 from opentinker.server.engine.remote import RemoteEngine
 from opentinker.server.engine.select import create_engine, resolve_engine_kind, resolve_lora_serving, resolve_sleep
+from opentinker.server.engine.sleeping import Sleeper
 from opentinker.server.images import ImageProcessor, ImageStore
 from opentinker.server.models import stop_token_ids, tokenizer_files
 from opentinker.server.state import Parts
@@ -33,10 +34,24 @@ def load_engine(model_dir: Path, config: ServerConfig, lora: LoraConfig | None) 
 
 
 def _engine(
-    model_dir: Path, config: ServerConfig, lora: LoraConfig | None, images: ImageStore | None, *, sleeps: bool = False
+    model_dir: Path,
+    config: ServerConfig,
+    lora: LoraConfig | None,
+    images: ImageStore | None,
+    *,
+    sleeps: bool = False,
+    trainer_device: str | None = None,
 ) -> BucketEngine:
-    stop = stop_token_ids(model_dir)
-    return create_engine(model_dir, config.engine, config.dtype, lora=lora, stop_token_ids=stop, images=images, sleeps=sleeps)
+    return create_engine(
+        model_dir,
+        config.engine,
+        config.dtype,
+        lora=lora,
+        stop_token_ids=stop_token_ids(model_dir),
+        images=images,
+        sleeps=sleeps,
+        trainer_device=trainer_device,
+    )
 
 
 def _images(model_dir: Path) -> ImageStore | None:
@@ -55,10 +70,11 @@ def load_parts(
     With `connect` the engine is in another process, which loads it meanwhile; `connect` waits for that."""
     kind = resolve_engine_kind(config.engine)
     images = _images(model_dir)
-    sleeps = config.trainer is not None and resolve_sleep(config.engine, kind, device())
+    beside = None if config.trainer is None else device()
+    sleeps = beside is not None and resolve_sleep(config.engine, kind, beside)
     engine: RolloutEngine | None = None
     if connect is None:
-        engine = _engine(model_dir, config, lora, images, sleeps=sleeps)
+        engine = _engine(model_dir, config, lora, images, sleeps=sleeps, trainer_device=beside)
     if config.trainer is None:
         assert engine is not None, "an engine is split from a trainer"
         return Parts(engine, None, model_dir, checkpoint_root, images=images)
@@ -68,6 +84,9 @@ def load_parts(
         if connect is not None:
             engine = connect(images)
         assert engine is not None
+        sleeper: Sleeper | None = getattr(engine, "sleeper", None)
+        if sleeper is not None and config.engine.tensor_parallel > 1:
+            sleeper.make_room = trainer.release_cache  # on each GPU that the engine wakes up on
         canaries = canary_prompts(model_dir / "tokenizer.json", images, engine.max_model_len)
     except BaseException:
         for part in (engine, trainer):
@@ -85,7 +104,7 @@ def load_parts(
         adapter_serving=resolve_lora_serving(config.engine, kind, device()) == "adapter",
         max_adapters=config.engine.max_adapters,
         kept_versions=config.engine.kept_versions,
-        sleeper=getattr(engine, "sleeper", None),
+        sleeper=sleeper,
     )
 
 

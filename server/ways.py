@@ -47,24 +47,37 @@ class Way(Protocol):
         ...
 
 
-def kinds_to_try(wish: Wish, trainer: str, engine: str) -> tuple[Kind, ...]:
-    """The ways for ends on these devices ("cpu" or "cuda"), the best first.
+def first_device(device: str) -> torch.device:
+    """Where a trainer's weights come from: the first device of the kind ("cpu" or "cuda"), which the lead rank has."""
+    return torch.device(device, 0) if device == "cuda" else torch.device(device)
+
+
+def kinds_to_try(wish: Wish, trainer: str, engine: str, *, shared: bool = False) -> tuple[Kind, ...]:
+    """The ways for ends on these devices ("cpu" or "cuda"), the best first. `shared`: both are on the same devices.
 
     IPC is one copy, on a GPU that both share or between two of one node, and needs no partner at work; NCCL also reaches other
     nodes, and refuses two ranks on one GPU.
 
     Raises:
-        ConfigError: what is wished for is between GPUs, and an end has none.
+        ConfigError: what is wished for is between GPUs, and an end has none; or between different ones, and both share them.
     """
+    if wish == "nccl" and shared:
+        raise ConfigError(
+            "engine.weight_carrier=nccl is between different GPUs; this trainer and its engine share theirs",
+            hint="set engine.weight_carrier=auto (ipc or host), or resources.layout=split",
+        )
     if wish == "host":
         return ("host",)
     on_gpus = trainer == engine == "cuda"
     if wish == "auto":
-        return ("ipc", "nccl", "host") if on_gpus else ("host",)
+        if not on_gpus:
+            return ("host",)
+        return ("ipc", "host") if shared else ("ipc", "nccl", "host")
     if not on_gpus:
         raise ConfigError(
             f"engine.weight_carrier={wish} is between GPUs; the trainer is on {trainer}, the engine on {engine}",
-            hint="set engine.weight_carrier=auto, or give both GPUs (resources.trainer.gpus, resources.rollout.gpus)",
+            hint="set engine.weight_carrier=auto, or give both GPUs (resources.gpus; split: resources.trainer.gpus, "
+            "resources.rollout.gpus)",
         )
     return (wish,)
 
@@ -140,12 +153,19 @@ class DeviceWay:
 
 
 def _host(engine: Caller, ranks: int, device: torch.device) -> Way:
-    """Memory that the engine's process maps, if it can, and otherwise the calls themselves."""
-    shares = can_share()
-    if shares:
-        probe = Probe()
-        shares = probe.is_answer(engine.call("read_probe", probe.payload))
+    """Memory that the engine's ranks map, if they can, and otherwise the calls themselves."""
+    shares = can_share() and _reach(engine, ranks, Probe())
     return HostWay([SharedCarrier() if shares else InlineCarrier() for _ in range(BUFFERS)])
+
+
+def _reach(engine: Caller, ranks: int, probe: Probe) -> bool:
+    """Whether each rank reads the probe."""
+    try:
+        seen = engine.call("read_probes", probe.payload)
+    except BaseException:
+        probe.close()
+        raise
+    return probe.is_answer(*seen) and len(seen) == ranks
 
 
 def _ipc(engine: Caller, ranks: int, device: torch.device) -> Way:
@@ -153,12 +173,7 @@ def _ipc(engine: Caller, ranks: int, device: torch.device) -> Way:
         probe = Probe(IpcCarrier(device, ranks))
     except torch.OutOfMemoryError as error:
         raise WeightSyncError(f"the trainer's GPU has no memory for a probe: {error}") from error
-    try:
-        seen = engine.call("read_probes", probe.payload)
-    except BaseException:
-        probe.close()
-        raise
-    if not probe.is_answer(*seen) or len(seen) != ranks:
+    if not _reach(engine, ranks, probe):
         raise WeightSyncError("an engine rank cannot read the trainer's GPU memory")
     return DeviceWay("ipc", lambda: IpcCarrier(device, ranks))
 

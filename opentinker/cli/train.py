@@ -27,6 +27,7 @@ from opentinker.client.task_files import check_example_files, check_task_files, 
 from opentinker.config.job import PreferenceJobConfig, RLJobConfig, SFTJobConfig
 from opentinker.errors import ConfigError
 from opentinker.multiagent.models import ChatModel
+from opentinker.training.own_run import OwnRun, policy_places
 from opentinker.training.progress import Progress
 from opentinker.training.run import checked_environment, run_preference_job, run_rl_job, run_sft_job
 
@@ -37,7 +38,15 @@ _DRIVERS = {RLJobConfig: run_rl_job, SFTJobConfig: run_sft_job, PreferenceJobCon
 def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where to write the run.")] = Path("runs"),
+    runs_dir: Annotated[Path, typer.Option(help="Where to write the run, as RUNS_DIR/JOB_ID.")] = Path("runs"),
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="Go on with the run in this folder from its last checkpoint (training.save_every), in a new job. FILE has to "
+            "say the same; training.steps may be more.",
+        ),
+    ] = None,
     connect: Annotated[
         Connect, typer.Option(help="The way to the job's server; 'auto' is direct where that answers.")
     ] = "auto",
@@ -47,7 +56,7 @@ def train(
 ) -> None:
     """Train from a YAML file with the loop, and the environment or the examples, in this process; the cluster hosts the model.
 
-    Your environment's code does not leave this machine. Ctrl-C ends the job.
+    Your environment's code does not leave this machine. Ctrl-C ends the job; --resume goes on with its run.
     """
     job = read_driven_config(config, overrides)
     code_dir = None
@@ -58,9 +67,15 @@ def train(
     scheduling = job.scheduling
     if scheduling.max_restarts:
         err.print(
-            "scheduling.max_restarts is left out: this process drives the job; submitted ones are restarted", soft_wrap=True
+            "scheduling.max_restarts is left out: this process drives the job; start it again with --resume", soft_wrap=True
         )
         scheduling = scheduling.model_copy(update={"max_restarts": 0})
+    fields = job.model_dump(mode="json")
+    left = None if resume is None else OwnRun(resume, fields, True)  # before anything is waited for
+    if left is not None and (left.step or 0) > job.training.steps:
+        raise ConfigError(
+            f"training.steps is {job.training.steps}, and the run in {resume} has done {left.step}", hint="give it more steps"
+        )
     address, api_key = find_cluster(url, read_key(key), state_dir)
     with signals_as_interrupt(), Client(address, api_key, connect=connect) as client:
         err.print("waiting for a server")
@@ -76,24 +91,36 @@ def train(
             name=job.name,
             seed=job.training.seed,
             start_from=job.start_from,
-            checkpoints=[address for where, address in job.starts.items() if where != ("start_from",)],
+            checkpoints=[
+                *(address for where, address in job.starts.items() if where != ("start_from",)),
+                *(left.addresses if left is not None else ()),
+            ],
             servers={
                 name: server.model_copy(update={"critic": job.critic_on(name)}) for name, server in job.further_servers.items()
             },
         ) as hosted:
+            run_dir = runs_dir / hosted.id if resume is None else resume
+            own = left or OwnRun(run_dir, fields)
+            own.begin(hosted.record["owner"], hosted.id, policy_places(job) if isinstance(job, RLJobConfig) else None)
             drive = _DRIVERS[type(job)]
             further: dict[str, Any] = {"servers": hosted.servers} if hosted.servers else {}
             with Progress(job.name or job.default_name(), job.training.steps) as progress, hosted.explained():
-                summary = drive(
-                    job.model_dump(mode="json"),
-                    endpoint=hosted.server["endpoint"],
-                    token=hosted.server["token"],
-                    policy=hosted.server["policy"],
-                    run_dir=runs_dir / hosted.id,
-                    code_dir=code_dir,
-                    listeners=(progress,),
-                    **further,
-                )
+                try:
+                    summary = drive(
+                        fields,
+                        endpoint=hosted.server["endpoint"],
+                        token=hosted.server["token"],
+                        policy=hosted.server["policy"],
+                        run_dir=run_dir,
+                        code_dir=code_dir,
+                        listeners=(progress,),
+                        own=own,
+                        **further,
+                    )
+                except BaseException:
+                    if own.step is not None:
+                        err.print(f"step {own.step} is saved: --resume {run_dir} goes on from there", soft_wrap=True)
+                    raise
             out.print(f"report: {summary['report']}", soft_wrap=True)
             out.print(f"checkpoint: {summary['checkpoint']}", soft_wrap=True)
 

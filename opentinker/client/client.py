@@ -306,9 +306,23 @@ class Job:
         return self.run(lambda policy: policy.save(name, keep_last=keep_last))
 
     def load(self, name: str) -> dict[str, Any]:
-        """Restore weights and optimizer from this job's checkpoint `name`: the newest of that name, `name@version`, or a tag:
-        {"version"}."""
-        return self.run(lambda policy: policy.load(name))
+        """Restore weights and optimizer from this job's checkpoint `name`, the newest of that name, `name@version`, or a tag;
+        or from another job's, by its address, such as `job-46b60ae170/final`: {"version", "driver"}.
+
+        Raises:
+            ConfigError, NotFoundError: there is no such checkpoint, or it does not fit this job.
+            CheckpointError: it is corrupt.
+        """
+        chosen = self.name_checkpoints([name])[0] if "/" in name else name
+        return self.run(lambda policy: policy.load(chosen))
+
+    def name_checkpoints(self, addresses: Sequence[str]) -> list[str]:
+        """Let the policies of this job load checkpoints of other jobs, as if `create_job(checkpoints=...)` had named them;
+        their exact addresses.
+
+        Raises: ConfigError, NotFoundError, ConflictError, UnavailableError.
+        """
+        return self._scheduler.name_checkpoints(self.id, addresses)
 
     def complete(self) -> None:
         """End the job in order; its server stops. Does nothing on a job that has ended."""

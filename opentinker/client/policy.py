@@ -283,8 +283,8 @@ class PolicyClient:
         return await self.command("save", args)
 
     async def load(self, name: str) -> dict[str, Any]:
-        """Restore and publish a checkpoint, the newest of `name`, `name@version` or a tag: version and the rest of a publish,
-        and `driver`, what its save was given."""
+        """Restore and publish a checkpoint, the newest of `name`, `name@version` or a tag, or another job's that this one
+        names, by its address: version and the rest of a publish, and `driver`, what its save was given."""
         return await self.command("load", {"name": name})
 
     async def load_weights(self, name: str, *, policy: str = "") -> dict[str, Any]:

@@ -150,6 +150,12 @@ class SchedulerClient:
         name, whose = _of_policy(name)
         self._call("DELETE", f"{_path(job_id)}/checkpoints/{name}", params=whose, attempts=1)
 
+    def name_checkpoints(self, job_id: str, addresses: Sequence[str]) -> list[str]:
+        """Let an interactive job that runs load checkpoints of other jobs, by their addresses; the exact ones."""
+        params = {"address": list(addresses)}
+        found: list[str] = self._call("POST", f"{_path(job_id)}/named-checkpoints", params=params)["checkpoints"]
+        return found
+
     def models(self) -> list[dict[str, Any]]:
         """The models that a job's `base_model` can name."""
         found: list[dict[str, Any]] = self._call("GET", "/v1/models")["models"]

@@ -10,33 +10,46 @@ def check_layout(kind: str, engine: EngineConfig, resources: Resources, *, train
     Raises:
         ValueError: not so; it names the key, and says what would do.
     """
-    _check_engine_parts(engine.tensor_parallel, resources, trains=trains)
     split = resources.layout == "split"
     if split and not trains:
         raise ValueError(f"resources.layout 'split' is for jobs that train; a job of kind '{kind}' has an engine only")
-    if engine.weight_carrier in ("ipc", "nccl") and not split:
-        raise ValueError(
-            f"engine.weight_carrier={engine.weight_carrier} is between two processes: set resources.layout to 'split', "
-            "or leave it out"
-        )
-    key, gpus = ("resources.trainer.gpus", resources.roles["trainer"].gpus) if split else ("resources.gpus", resources.gpus)
-    if gpus and trainer_ranks > max(1, gpus):
-        raise ValueError(
-            f"trainer.ranks={trainer_ranks} needs a GPU for each, and {key} is {gpus:g}; set {key}={trainer_ranks}"
-        )
-
-
-def _check_engine_parts(ranks: int, resources: Resources, *, trains: bool) -> None:
-    """A GPU for each part of a tensor-parallel engine."""
-    split = resources.layout == "split"
-    if ranks == 1 and not split:
-        return
+    parts = engine.tensor_parallel
+    if not split:
+        _check_carrier(engine, between_processes=trains and parts > 1)
+    trainers, engines = ("trainer.gpus", "rollout.gpus") if split else ("gpus", "gpus")
+    _check_gpus("trainer.ranks", trainer_ranks, trainers, resources)
     if trains and not split:
+        _check_gpus("engine.tensor_parallel", parts, engines, resources)
+    elif split or parts > 1:
+        gpus = _gpus(engines, resources)
+        if gpus and max(1, gpus) != parts:
+            raise ValueError(
+                f"engine.tensor_parallel={parts} takes a GPU for each part, and resources.{engines} is {gpus:g}; "
+                "give both the same"
+            )
+
+
+def _check_carrier(engine: EngineConfig, *, between_processes: bool) -> None:
+    """Colocated, weights go to other processes only where the engine has several parts, one of them on the trainer's GPU."""
+    carrier = engine.weight_carrier
+    if carrier in ("ipc", "nccl") and not between_processes:
         raise ValueError(
-            f"engine.tensor_parallel={ranks} is for an engine apart from its trainer: set resources.layout to 'split'"
+            f"engine.weight_carrier={carrier} is between two processes: set resources.layout to 'split', or leave it out"
         )
-    key, gpus = ("rollout.gpus", resources.roles["rollout"].gpus) if split else ("gpus", resources.gpus)
-    if gpus and max(1, gpus) != ranks:
+    if carrier == "nccl":
         raise ValueError(
-            f"engine.tensor_parallel={ranks} takes a GPU for each part, and resources.{key} is {gpus:g}; give both the same"
+            "engine.weight_carrier=nccl is between different GPUs, and in the layout 'colocated' trainer and engine share "
+            "theirs: set it to 'auto', or resources.layout to 'split'"
         )
+
+
+def _check_gpus(name: str, wanted: int, key: str, resources: Resources) -> None:
+    """At least one for each of so many; more may stay unused. 0 are CPU slots."""
+    gpus = _gpus(key, resources)
+    if gpus and wanted > max(1, gpus):
+        raise ValueError(f"{name}={wanted} needs a GPU for each, and resources.{key} is {gpus:g}; set resources.{key}={wanted}")
+
+
+def _gpus(key: str, resources: Resources) -> float | None:
+    role = key.removesuffix("gpus").rstrip(".")
+    return resources.roles[role].gpus if role else resources.gpus

@@ -35,10 +35,11 @@ class Resources(Config):
 
     gpus: Gpus | None = None
     """GPUs on one node; None = one GPU if the cluster has any, otherwise one CPU slot; 0 = one CPU slot. A fraction, such as
-    0.25, shares one GPU with other fractions. With `trainer.ranks` it is one for each rank."""
+    0.25, shares one GPU with other fractions. With `trainer.ranks` or `engine.tensor_parallel` it is one for each rank or part,
+    whichever are more, which share them."""
     layout: Literal["colocated", "split"] = "colocated"
-    """'colocated' keeps trainer and rollout engine in one process and on the same GPUs; 'split' gives the engine a process and
-    resources of its own, maybe on another node, and samples while the trainer computes."""
+    """'colocated' keeps trainer and rollout engine on the same GPUs, where they take turns; 'split' gives the engine a process
+    and resources of its own, maybe on another node, and samples while the trainer computes."""
     trainer: RoleResources | None = None
     """Layout 'split' only: what the trainer occupies; None = its defaults."""
     rollout: RoleResources | None = None
@@ -72,4 +73,4 @@ class Scheduling(Config):
     CANCELLED if a client does, COMPLETED if nobody has to. None = no limit."""
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 0
     """How often a job whose server or driver died goes back into the queue, to go on from its last checkpoint; without one, it
-    starts anew. Not for jobs with a lease: their client gets a ServerLostError, and starts anew from a checkpoint."""
+    starts anew. Not for jobs with a lease: their client gets a ServerLostError, and goes on in another job (`resume`)."""

@@ -31,8 +31,8 @@ class EngineConfig(Config):
     cache_gib: Annotated[float, Field(gt=0.0)] = 0.5
     """Key/value cache on CPU, in GiB. On CUDA `memory_fraction` rules instead."""
     memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.45
-    """CUDA only: the engine's share of the GPU; the trainer lives in the rest. 0.9 by default in a job of kind `inference`, and
-    in the layout `split`."""
+    """CUDA only: the engine's share of each of its GPUs; the trainer lives in the rest. 0.9 by default in a job of kind
+    `inference`, and in the layout `split`."""
     enforce_eager: bool = True
     """False compiles the model: about a minute at the start for faster decoding."""
     deterministic: bool = False
@@ -48,13 +48,14 @@ class EngineConfig(Config):
     """Where adapters are served: how many versions of a policy, the newest, can be sampled from. Otherwise it is one."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices of one node that share the model, layer by layer, for models that are too large or too slow on one; vLLM only. It
-    divides the attention heads. In a job that trains it needs `resources.layout=split`."""
+    divides the attention heads. In the layout `colocated` part i shares its device with rank i of the trainer."""
     bucket_mib: Annotated[int, Field(ge=1, le=4096)] = 64
-    """Weights reach an engine in another process in buckets of this size, of which two are on their way at a time."""
+    """Weights reach an engine in other processes in buckets of this size, of which two are on their way at a time."""
     weight_carrier: Literal["auto", "host", "ipc", "nccl"] = "auto"
-    """How weights reach an engine in another process. 'host': through the host's memory. Between GPUs: 'ipc', memory of the
-    trainer's GPU that the engine maps, on one node; 'nccl', a broadcast, to any node. 'auto' takes ipc, nccl or host, the first
-    that reaches every rank of the engine; any other is an error where it does not."""
+    """How weights reach an engine in other processes (the layout `split`, or several parts). 'host': through the host's memory.
+    Between GPUs: 'ipc', memory of the trainer's GPU that the engine maps, on one node; 'nccl', a broadcast, to any node, in the
+    layout `split` only. 'auto' takes ipc, nccl or host, the first that reaches every rank of the engine; any other is an error
+    where it does not."""
     sleep: Literal["auto", "off"] = "off"
     """'auto': on CUDA, where vLLM shares the GPU with the trainer, it gives up the GPU's memory during each train step (its
     weights wait in the host's memory), unless requests are running. Costs seconds per step. 'off': it keeps
@@ -107,6 +108,10 @@ class TrainerConfig(Config):
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw_8bit`: moments in a byte each, in blocks with a scale: 2 bytes per trained parameter in place of 8, for slower
     steps."""
+    optimizer_state: Literal["device", "host"] = "device"
+    """'host': master weights and moments, 12 bytes per trained parameter in bfloat16 (6 with `adamw_8bit`), are in the host's
+    memory, page-locked, in place of the GPU's. Each step takes them through the GPU in buckets, at the speed of the bus between
+    the two. Numbers and checkpoints are the same, bit for bit. On CPU it works alike, for slower steps, and saves nothing."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """How the trainer attends: `sdpa` tile by tile, `flex` with one FlexAttention kernel over a pack, which is compiled (CUDA
     only); `auto` = sdpa."""

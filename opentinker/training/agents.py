@@ -45,7 +45,7 @@ from opentinker.training.opponents import Opponents, open_pools, take_starts
 from opentinker.training.policy_player import policy_player
 from opentinker.training.recorder import Recorder
 from opentinker.training.rl import EVALUATION_TRANSCRIPTS, TrainablePolicy
-from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
+from opentinker.training.schedule import BEST, kept, scheduled
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
 from opentinker.training.updates import together
@@ -181,7 +181,8 @@ class AgentsLoop(EpisodesLoop):
         self.phases = PhaseBarrier(list(self._policies), start=Moment(step, Phase.ROLLOUT))
         if not step and not self._start_saved:
             return
-        loaded = await asyncio.gather(*(policy.load(checkpoint_name(step)) for policy in self._policies.values()))
+        where = self._recorder.checkpoints.where
+        loaded = await asyncio.gather(*(policy.load(where(step, name)) for name, policy in self._policies.items()))
         state = DriverState.from_json(loaded[0].get("driver"), step, self.config.training.seed)
         if state is not None:
             self._task_position, self._evaluated_at = state.task_position, state.evaluated_at
@@ -212,7 +213,7 @@ class AgentsLoop(EpisodesLoop):
         async with leaving(self._member):
             if self._member is not None and self.config.training.save_every and not (self.steps_done or self._start_saved):
                 # Where another driver dies before it has a checkpoint, this one's server knows no other way back.
-                await self.save(checkpoint_name(0))
+                await self._save_step()
                 self._start_saved = True
             await super().run(steps)
 
@@ -313,7 +314,7 @@ class AgentsLoop(EpisodesLoop):
         return row
 
     async def save(self, name: str) -> dict[str, Any]:
-        """Checkpoints of all policies under one name; what the job's own says of its checkpoint."""
+        """Checkpoints of all policies under one name; what the job's own says of its checkpoint, and the `versions` of all."""
         state = DriverState(
             step=self.steps_done,
             seed=self.config.training.seed,
@@ -330,13 +331,17 @@ class AgentsLoop(EpisodesLoop):
             },
             config=self.config.model_dump(mode="json"),
         ).to_json()
-        keep_last = kept(self.config.training, name)
+        keep_last = kept(self.config.training, name, self._recorder.checkpoints.spare)
         own, *others = self._policies.values()
         # One more of the others': a run that dies before the job's own is written goes on from the checkpoints before. So does
         # one whose other drivers die before theirs are.
         spare = None if keep_last is None else keep_last + 1
-        await asyncio.gather(*(policy.save(name, driver=state, keep_last=spare) for policy in others))
-        return await own.save(name, driver=state, keep_last=keep_last if self._member is None else spare)
+        saved = await asyncio.gather(*(policy.save(name, driver=state, keep_last=spare) for policy in others))
+        last = await own.save(name, driver=state, keep_last=keep_last if self._member is None else spare)
+        return {
+            **last,
+            "versions": {agent: each["version"] for agent, each in zip(self._policies, [last, *saved], strict=True)},
+        }
 
     async def close(self) -> None:
         """End what the environments left running, and leave the others, if there are any elsewhere."""

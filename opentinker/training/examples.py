@@ -59,7 +59,7 @@ class ExamplesLoop(ABC, Generic[J]):
         Raises:
             CheckpointError: a part of the checkpoint is missing, corrupt, or of another run.
         """
-        loaded = await self._policy.load(checkpoint_name(step)) if step else {}
+        loaded = await self._policy.load(self._recorder.checkpoints.where(step)) if step else {}
         self.steps_done = step
         self._cursor.position = step * self.config.training.batch_size
         state = DriverState.from_json(loaded.get("driver"), step, self.config.training.seed)
@@ -80,15 +80,22 @@ class ExamplesLoop(ABC, Generic[J]):
         await self.prepare()
         if evaluation.at_start and self.steps_done == 0:
             await self.evaluate()
+        if self._evaluation_is_due():  # the run died between a checkpoint and its evaluation
+            await self.evaluate()
         while self.steps_done < last:
             await self.step()
             if (every := self.config.training.save_every) and self.steps_done % every == 0:
-                await self.save(checkpoint_name(self.steps_done))
-            if evaluation.every and self.steps_done % evaluation.every == 0:
+                saved = await self.save(checkpoint_name(self.steps_done))
+                self._recorder.checkpoints.saved(self.steps_done, {"": saved["version"]})
+            if self._evaluation_is_due():
                 await self.evaluate()
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
         await self._publish()
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.config.evaluation.every
+        return bool(every and self.steps_done and self.steps_done % every == 0 and self._evaluated_at != self.steps_done)
 
     async def save(self, name: str) -> dict[str, Any]:
         """Publish what is new, so that the checkpoint has a version of its own and is what is sampled from, and save."""
@@ -102,7 +109,9 @@ class ExamplesLoop(ABC, Generic[J]):
             fruitless=self._fruitless,
             config=self.config.model_dump(mode="json"),
         )
-        return await self._policy.save(name, driver=state.to_json(), keep_last=kept(self.config.training, name))
+        return await self._policy.save(
+            name, driver=state.to_json(), keep_last=kept(self.config.training, name, self._recorder.checkpoints.spare)
+        )
 
     async def _publish(self) -> None:
         if self._unpublished:

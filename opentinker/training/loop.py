@@ -63,7 +63,7 @@ class EpisodesLoop(ABC):
         while self.steps_done < last and not self.stopped:
             await self.step()
             if (every := self.config.training.save_every) and self.steps_done % every == 0:
-                await self.save(checkpoint_name(self.steps_done))
+                await self._save_step()
             if self._evaluation_is_due() and (not self.stopped or self.steps_done == last):
                 await self.evaluate()
             if self.steps_done < last and not self.stopped:
@@ -84,7 +84,13 @@ class EpisodesLoop(ABC):
 
     @abstractmethod
     async def save(self, name: str) -> dict[str, Any]:
-        """Write a checkpoint of what the last step published, and within it what a later driver needs to go on from it."""
+        """Write a checkpoint of what the last step published, and within it what a later driver needs to go on from it. With
+        several policies, `versions` says which one each has."""
+
+    async def _save_step(self) -> None:
+        """The periodic checkpoint."""
+        saved = await self.save(checkpoint_name(self.steps_done))
+        self._recorder.checkpoints.saved(self.steps_done, saved.get("versions") or {"": saved["version"]})
 
     @abstractmethod
     async def _check_server(self) -> None:

@@ -88,7 +88,7 @@ class PreferenceLoop(ExamplesLoop[PreferenceJobConfig]):
             return
         precomputed = loss.reference == "precomputed" or bool(self.config.start_from)
         if self.steps_done:
-            if precomputed:
+            if precomputed or any(row["kind"] == "preference_reference" for row in self._recorder.rows):
                 references.load()
         elif precomputed or not await self._is_base(references):
             started = time.monotonic()

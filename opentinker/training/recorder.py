@@ -11,6 +11,7 @@ import yaml
 
 from opentinker.errors import ConfigError
 from opentinker.images import Image
+from opentinker.training.book import CheckpointBook
 from opentinker.training.metrics import Row, finite, summarize
 from opentinker.training.report import Render, render_report
 from opentinker.training.transcripts import image_file
@@ -18,6 +19,7 @@ from opentinker.training.transcripts import image_file
 Listener = Callable[[Row], None]
 Summarize = Callable[[Sequence[Row]], dict[str, Any]]
 """The headline numbers of a run's rows."""
+METRICS = "metrics.jsonl"
 
 
 class Recorder:
@@ -32,6 +34,7 @@ class Recorder:
         resume_at: int | None = None,
         summarize: Summarize = summarize,
         render: Render = render_report,
+        checkpoints: CheckpointBook | None = None,
     ) -> None:
         """With `resume_at` the folder's run goes on after that step; -1 starts it anew. What it did beyond stays in the
         files, before a row of kind `resumed` that says what no longer counts (`standing_rows`).
@@ -40,6 +43,7 @@ class Recorder:
             ConfigError: the folder cannot be written, or holds another run.
         """
         self.folder = folder
+        self.checkpoints = checkpoints or CheckpointBook()
         self.rows: list[Row] = []
         self._config = dict(config)
         self._transcripts: list[dict[str, Any]] = []
@@ -48,10 +52,10 @@ class Recorder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if resume_at is not None:
-                self.rows = standing_rows(_whole_lines(folder / "metrics.jsonl"), resume_at)
+                self.rows = standing_rows(_whole_lines(folder / METRICS), resume_at)
                 self._transcripts = [row for row in _whole_lines(folder / "transcripts.jsonl") if row["step"] <= resume_at]
-            elif (folder / "metrics.jsonl").exists():
-                raise ConfigError(f"{folder} holds another run", hint="choose another folder")
+            else:
+                check_no_run(folder)
             (folder / "config.yaml").write_text(yaml.safe_dump(self._config, sort_keys=False))
             if resume_at is not None:
                 self.row({"kind": "resumed", "step": resume_at})
@@ -63,7 +67,7 @@ class Recorder:
         row = {**row, "at": time.time()}
         if row["kind"] != "resumed":
             self.rows.append(row)
-        self._append("metrics.jsonl", row)
+        self._append(METRICS, row)
         for listener in self._listeners:
             listener(row)
 
@@ -107,9 +111,18 @@ class Recorder:
             file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
 
 
+def check_no_run(folder: Path) -> None:
+    """Raises: ConfigError when the folder holds the rows of a run."""
+    if (folder / METRICS).exists():
+        raise ConfigError(
+            f"{folder} holds another run",
+            hint="choose another folder; or go on with it: resume=True in Python, --resume for `opentinker train`",
+        )
+
+
 def render_again(folder: Path, render: Render) -> None:
     """Write the report of a finished run anew, from its files; nothing if one of them is not there."""
-    names = ("config.yaml", "metrics.jsonl", "summary.json")
+    names = ("config.yaml", METRICS, "summary.json")
     if not all((folder / name).is_file() for name in names):
         return
     config, summary = yaml.safe_load((folder / names[0]).read_text()), json.loads((folder / names[2]).read_text())

@@ -37,7 +37,7 @@ from opentinker.training.loop import EpisodesLoop
 from opentinker.training.metrics import Row, Timing, commonest_failure, evaluation_row, step_row
 from opentinker.training.policy import TrainedPolicy
 from opentinker.training.recorder import Recorder
-from opentinker.training.schedule import BEST, checkpoint_name, kept, scheduled
+from opentinker.training.schedule import BEST, kept, scheduled
 from opentinker.training.stopping import ALONE
 from opentinker.training.tasks import JobTasks
 from opentinker.training.transcripts import images_of, pick_transcripts, transcript_row
@@ -121,7 +121,7 @@ class RLLoop(EpisodesLoop):
         Raises:
             CheckpointError: a part of the checkpoint is missing, corrupt, or of another run.
         """
-        loaded = await self._policy.load(checkpoint_name(step)) if step else {}
+        loaded = await self._policy.load(self._recorder.checkpoints.where(step)) if step else {}
         self.steps_done = step
         state = DriverState.from_json(loaded.get("driver"), step, self.config.training.seed)
         standing: Sequence[Row] = self._recorder.rows
@@ -156,7 +156,9 @@ class RLLoop(EpisodesLoop):
             watch=self._watch.state(),
             config=self.config.model_dump(mode="json"),
         )
-        return await self._policy.save(name, driver=state.to_json(), keep_last=kept(self.config.training, name))
+        return await self._policy.save(
+            name, driver=state.to_json(), keep_last=kept(self.config.training, name, self._recorder.checkpoints.spare)
+        )
 
     async def close(self) -> None:
         """End what the environments left running."""

@@ -22,6 +22,7 @@ from opentinker.training.agents_report import render_agents_report, summarize_ag
 from opentinker.training.arena import reference_players
 from opentinker.training.metrics import Row, summarize
 from opentinker.training.opponents import delete_made
+from opentinker.training.own_run import OwnRun
 from opentinker.training.preference import PreferenceLoop
 from opentinker.training.preference_report import render_preference_report, summarize_preference
 from opentinker.training.progress import row_line
@@ -65,12 +66,13 @@ def run_rl_job(
     listeners: tuple[Listener, ...] = (),
     resume: bool = False,
     servers: Mapping[str, Mapping[str, str]] | None = None,
+    own: OwnRun | None = None,
 ) -> dict[str, Any]:
     """Drive the job to its end; blocks. The summary, which is also in `run_dir` (see `Recorder`).
 
     `code_dir` is the folder that a `file.py:Class` environment is relative to. With `resume` the run in `run_dir` goes on
     from its last checkpoint, or starts anew if it has none. `servers` are those that the job has beside its own, by name:
-    {"endpoint", "token", "policy"}.
+    {"endpoint", "token", "policy"}. `own` is the run where the user's process drives it, and says itself where it goes on.
 
     Raises:
         ConfigError: the config or its environment is wrong.
@@ -82,7 +84,7 @@ def run_rl_job(
     base_dir = Path(code_dir) if code_dir else None
     environment = checked_environment(job, base_dir)
     if job.agents:
-        make = partial(_Run, job, job.training.steps, Path(run_dir), listeners)
+        make = partial(_Run, job, job.training.steps, Path(run_dir), listeners, own=own)
         access = {"": {"endpoint": endpoint, "token": token, "policy": policy}, **(servers or {})}
         return _drive_agents(job, environment, make, access, base_dir, resume, started)
     client = PolicyClient(endpoint, token, policy)
@@ -90,7 +92,7 @@ def run_rl_job(
     def connect(client: PolicyClient, recorder: Recorder) -> Awaitable[Loop]:
         return RLLoop.connect(job, environment, client, recorder, base_dir)
 
-    run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize, render_report)
+    run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize, render_report, own)
     return run.drive(client, connect, started)
 
 
@@ -104,6 +106,7 @@ def run_sft_job(
     code_dir: str | Path | None = None,
     listeners: tuple[Listener, ...] = (),
     resume: bool = False,
+    own: OwnRun | None = None,
 ) -> dict[str, Any]:
     """As `run_rl_job`, for supervised fine-tuning; files of examples are relative to `code_dir`.
 
@@ -113,7 +116,7 @@ def run_sft_job(
     """
     started = time.monotonic()
     job = parse_config(SFTJobConfig, config)
-    run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_sft, render_sft_report)
+    run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_sft, render_sft_report, own)
     client = PolicyClient(endpoint, token, policy)
     return run.drive(client, _on_examples(SFTLoop.connect, job, code_dir), started)
 
@@ -128,6 +131,7 @@ def run_preference_job(
     code_dir: str | Path | None = None,
     listeners: tuple[Listener, ...] = (),
     resume: bool = False,
+    own: OwnRun | None = None,
 ) -> dict[str, Any]:
     """As `run_sft_job`, for preference training.
 
@@ -138,7 +142,7 @@ def run_preference_job(
     """
     started = time.monotonic()
     job = parse_config(PreferenceJobConfig, config)
-    run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_preference, render_preference_report)
+    run = _Run(job, job.training.steps, Path(run_dir), listeners, resume, summarize_preference, render_preference_report, own)
     client = PolicyClient(endpoint, token, policy)
     return run.drive(client, _on_examples(PreferenceLoop.connect, job, code_dir), started)
 
@@ -214,16 +218,19 @@ class _Run:
         resume: bool,
         summarize: Summarize,
         render: Render,
+        own: OwnRun | None = None,
     ) -> None:
+        """`own` says where a run goes on that no cluster drives; then `resume` is not looked at."""
+
         def log(row: Row) -> None:
             logger.info(row_line(row, steps))
 
         self.folder = folder
         self._steps = steps
-        self.steps_saved = saved_steps(folder) if resume else []
+        self.steps_saved = own.steps if own is not None else saved_steps(folder) if resume else []
         """Those after which the run could go on."""
         self._step = max(self.steps_saved, default=None)
-        resume_at = None if not resume else -1 if self._step is None else self._step
+        resume_at = own.resume_at if own is not None else None if not resume else -1 if self._step is None else self._step
         fields = job.model_dump(mode="json")
         asked = getattr(job, "sinks", ())
         check_installed(asked)
@@ -234,7 +241,13 @@ class _Run:
                 sink(row)
 
         self._recorder = Recorder(
-            folder, fields, listeners=(log, *listeners, shown), resume_at=resume_at, summarize=summarize, render=render
+            folder,
+            fields,
+            listeners=(log, *listeners, shown),
+            resume_at=resume_at,
+            summarize=summarize,
+            render=render,
+            checkpoints=own,
         )
         self._sinks = make_sinks(asked, folder, fields, resume_at=resume_at)
 

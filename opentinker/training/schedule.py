@@ -29,12 +29,12 @@ BEST = "best"
 """The checkpoint of the best evaluation."""
 
 
-def kept(training: Saving, name: str) -> int | None:
+def kept(training: Saving, name: str, spare: int = 0) -> int | None:
     """How many checkpoints of a name are to be kept, of a job that keeps its last ones: of the periodic ones as many as it
-    says, of the best one; all others stay."""
+    says and `spare` more, of the best one; all others stay."""
     if training.keep_last is None:
         return None
-    return training.keep_last if name.startswith(_STEP) else 1 if name == BEST else None
+    return training.keep_last + spare if name.startswith(_STEP) else 1 if name == BEST else None
 
 
 _STEP = "step-"

@@ -34,12 +34,13 @@ from opentinker.config.tasks import TasksConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.tasks import Split, TaskSource, task_source
-from opentinker.errors import ConfigError
+from opentinker.errors import CheckpointError, ConfigError, NotFoundError
 from opentinker.multiagent.environment import MultiAgentEnvironment
 from opentinker.rendering.supervised import LossOn
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.metrics import Row, summarize
+from opentinker.training.own_run import OwnRun, Resume, digests, policy_places
 from opentinker.training.preference import PreferenceLoop
 from opentinker.training.preference_report import render_preference_report, summarize_preference
 from opentinker.training.progress import Progress
@@ -65,24 +66,53 @@ class _Trainer(ABC, Generic[L]):
         config: RLJobConfig | SFTJobConfig | PreferenceJobConfig,
         *,
         run_dir: str | Path | None,
+        resume: Resume,
+        given: Mapping[str, Any],
         progress: bool,
         summarize: Summarize,
         render: Render,
     ) -> None:
+        """`given` are rows and tasks that the config does not hold, by the names of their arguments."""
         self.config = config
         self._job = job
         self._progress = progress
         self._listener: Progress | None = None
         folder = Path(run_dir) if run_dir else Path("runs") / job.id
         fields = config.model_dump(mode="json")
-        self._sinks = OwnSinks(config.sinks, folder, fields)
-        listeners = (self._heard, self._sinks)
-        self._recorder = Recorder(folder, fields, listeners=listeners, summarize=summarize, render=render)
+        if resume:
+            _check_resume(resume, run_dir, config.training.save_every)
+        self._run = OwnRun(folder, fields, resume, digests(given))
+        if self._run.addresses:
+            with _lost(folder):
+                job.name_checkpoints(self._run.addresses)
+        places = policy_places(config) if isinstance(config, RLJobConfig) else None
+        self._run.begin(job.record["owner"], job.id, places)
+        self._resumes_at = self._run.step or 0
+        self._asked = 0
+        """Steps that `fit` was asked for, until it has come to where the run goes on."""
+        self._sinks = OwnSinks(config.sinks, folder, fields, begun=self._run.step is not None)
+        self._recorder = Recorder(
+            folder,
+            fields,
+            listeners=(self._heard, self._sinks),
+            resume_at=self._run.resume_at,
+            summarize=summarize,
+            render=render,
+            checkpoints=self._run,
+        )
         self._loop: L | None = None
         self._wall_s = 0.0
 
+    @property
+    def steps_done(self) -> int:
+        """Of the whole run."""
+        return self._loop.steps_done if self._loop else self._resumes_at
+
     def fit(self, steps: int) -> dict[str, Any]:
         """Train for `steps` steps (more, when called again); the run's summary so far.
+
+        In a run that goes on, the steps that were done before count: a program that is started again with its `fit(steps=100)`
+        after step 40 trains 60, and nothing if all of them are done.
 
         Ctrl-C stops after tidying up; what was recorded stays and the report is written.
 
@@ -90,15 +120,19 @@ class _Trainer(ABC, Generic[L]):
             ServerLostError: the job's server died.
             EpisodesFailedError: episodes keep failing.
             ConfigError: an example cannot be trained on.
+            CheckpointError: what the run goes on from is corrupt.
         """
-        done = self._loop.steps_done if self._loop else 0
+        last = (self._asked if self._asked < self._resumes_at else self.steps_done) + steps
         summary: dict[str, Any] = {}
 
         async def work(policy: PolicyClient) -> None:
-            await (await self._connected(policy)).run(steps)
+            loop = await self._connected(policy)
+            self._asked = last
+            if loop.steps_done <= last:
+                await loop.run(last - loop.steps_done)
 
         started = time.monotonic()
-        with self._shown(done + steps):
+        with self._shown(max(last, self.steps_done)):
             try:
                 self._job.run(work)
             finally:
@@ -112,7 +146,7 @@ class _Trainer(ABC, Generic[L]):
         async def work(policy: PolicyClient) -> Row | None:
             return await (await self._connected(policy)).evaluate()
 
-        with self._shown(self._loop.steps_done if self._loop else 0):
+        with self._shown(self.steps_done):
             return self._job.run(work)
 
     @abstractmethod
@@ -121,12 +155,15 @@ class _Trainer(ABC, Generic[L]):
 
     async def _connected(self, policy: PolicyClient) -> L:
         if self._loop is None:
-            self._loop = await self._connect(policy)
+            loop = await self._connect(policy)
+            if self._run.step is not None:
+                await loop.resume(self._run.step)
+            self._loop = loop
         return self._loop
 
     @contextmanager
     def _shown(self, total_steps: int) -> Iterator[None]:
-        with self._sinks.open(self._loop.steps_done if self._loop else 0):
+        with self._sinks.open(self.steps_done):
             if not self._progress:
                 yield
                 return
@@ -137,6 +174,29 @@ class _Trainer(ABC, Generic[L]):
     def _heard(self, row: Row) -> None:
         if self._listener:
             self._listener(row)
+
+
+def _check_resume(resume: Resume, run_dir: str | Path | None, save_every: int) -> None:
+    """Raises: ConfigError when a run could not go on as it is asked for."""
+    if run_dir is None:
+        raise ConfigError("resume: which run is to go on?", hint="name its folder: run_dir='runs/...'")
+    if resume is not True and not save_every:
+        raise ConfigError(
+            f"resume={resume!r} goes on from checkpoints, and with save_every=0 there will be none",
+            hint="save_every=10 writes one every ten steps",
+        )
+
+
+@contextmanager
+def _lost(folder: Path) -> Iterator[None]:
+    """Says that it is a run's checkpoints that are not there, or do not fit."""
+    try:
+        yield
+    except (ConfigError, NotFoundError) as error:
+        raise CheckpointError(
+            f"the run in {folder} cannot go on from its last checkpoints: {error.detail}",
+            hint=error.hint or "begin another run in another folder",
+        ) from error
 
 
 def _hosted(job: Job) -> dict[str, Any]:
@@ -201,6 +261,7 @@ class RLTrainer(_Trainer[RLLoop]):
         seed: int = 0,
         sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
+        resume: Resume = False,
         progress: bool = True,
     ) -> None:
         """Tasks given here replace the environment's own; `opentinker.load_tasks` reads them from a file or dataset.
@@ -208,7 +269,14 @@ class RLTrainer(_Trainer[RLLoop]):
         `opentinker.algorithms.types`. `stop` says when the run ends early; a checkpoint is written every `save_every` steps, 0:
         none.
 
-        Raises: EnvironmentLoadError, ConfigError.
+        With `resume` the run in `run_dir` goes on from its last checkpoint, in this job, whatever became of the one before:
+        True = it has to have one; 'auto' = without one it begins. What determines the run has to be as it was.
+
+        Raises:
+            EnvironmentLoadError: the environment cannot be loaded.
+            ConfigError: an argument is wrong, or another one than the run began with.
+            CheckpointError: the run's checkpoint is gone.
+            ConflictError: another process drives the run.
         """
         hosted = _hosted(job)
         _check_critic(job, algorithm)
@@ -230,7 +298,16 @@ class RLTrainer(_Trainer[RLLoop]):
         )
         self._sources = _sources(train_tasks, held_out_tasks)
         self._given_advantages = None if advantages is None else user_advantages(advantages, "advantages")
-        super().__init__(job, config, run_dir=run_dir, progress=progress, summarize=summarize, render=render_report)
+        super().__init__(
+            job,
+            config,
+            run_dir=run_dir,
+            resume=resume,
+            given={"train_tasks": train_tasks, "held_out_tasks": held_out_tasks},
+            progress=progress,
+            summarize=summarize,
+            render=render_report,
+        )
         self._rl_config = config
 
     async def _connect(self, policy: PolicyClient) -> RLLoop:
@@ -282,15 +359,16 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         seed: int = 0,
         sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
+        resume: Resume = False,
         progress: bool = True,
     ) -> None:
         """Tasks given here replace the environment's own. `algorithm`, `optimizer` and `sampling` are those of agents that have
         none of their own. With `arena` they meet past versions and reference players, for which the job needs room. With a
         `coordinator`, agents that are not named here are driven by other processes, which join the same run. `stop` says when
         the run ends early. Checkpoints of all policies are written every `save_every` steps, on which the drivers of one run
-        agree; 0: none.
+        agree; 0: none. `resume` is as `RLTrainer`'s; not with past versions among the players (`pool`, `arena`).
 
-        Raises: EnvironmentLoadError, ConfigError.
+        Raises: as `RLTrainer`.
         """
         self._environment = load_environment(environment)
         check_arguments(self._environment, environment_args or {})
@@ -319,13 +397,26 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         self._sources = _sources(train_tasks, held_out_tasks)
         self._agents_config = config
         super().__init__(
-            job, config, run_dir=run_dir, progress=progress, summarize=summarize_agents, render=render_agents_report
+            job,
+            config,
+            run_dir=run_dir,
+            resume=resume,
+            given={"train_tasks": train_tasks, "held_out_tasks": held_out_tasks},
+            progress=progress,
+            summarize=summarize_agents,
+            render=render_agents_report,
         )
 
     async def _connect(self, policy: PolicyClient) -> AgentsLoop:
         servers = {name: self._job.client_of(name) for name in self._agents_config.servers}
         return await AgentsLoop.connect(
-            self._agents_config, self._environment, policy, self._recorder, sources=self._sources, servers=servers
+            self._agents_config,
+            self._environment,
+            policy,
+            self._recorder,
+            sources=self._sources,
+            servers=servers,
+            steps=self._run.steps,
         )
 
 
@@ -346,22 +437,40 @@ class SFTTrainer(_Trainer[SFTLoop]):
         batch_size: int = 16,
         optimizer: AdamParams | None = None,
         evaluation: SFTEvaluationConfig | None = None,
+        save_every: int = 0,
         seed: int = 0,
         sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
+        resume: Resume = False,
         progress: bool = True,
     ) -> None:
-        """Raises: ConfigError."""
+        """A checkpoint is written every `save_every` steps, 0: none. `resume` is as `RLTrainer`'s.
+
+        Raises: ConfigError; with `resume` also CheckpointError, ConflictError.
+        """
         self._rows, named = _examples(train, held_out)
         self._sft_config = SFTJobConfig(
             **_hosted(job),
             data=ChatDataConfig(**named, loss_on=loss_on),
             evaluation=evaluation or SFTEvaluationConfig(),
-            training=SFTTrainingConfig(seed=seed, batch_size=batch_size, optimizer=optimizer or AdamParams(), decay="none"),
+            training=SFTTrainingConfig(
+                seed=seed,
+                batch_size=batch_size,
+                optimizer=optimizer or AdamParams(),
+                decay="none",
+                save_every=save_every,
+            ),
             sinks=parse_sinks(sinks),
         )
         super().__init__(
-            job, self._sft_config, run_dir=run_dir, progress=progress, summarize=summarize_sft, render=render_sft_report
+            job,
+            self._sft_config,
+            run_dir=run_dir,
+            resume=resume,
+            given=self._rows,
+            progress=progress,
+            summarize=summarize_sft,
+            render=render_sft_report,
         )
 
     async def _connect(self, policy: PolicyClient) -> SFTLoop:
@@ -386,12 +495,17 @@ class PreferenceTrainer(_Trainer[PreferenceLoop]):
         batch_size: int = 16,
         optimizer: AdamParams | None = None,
         evaluation: PreferenceEvaluationConfig | None = None,
+        save_every: int = 0,
         seed: int = 0,
         sinks: AskedSinks = (),
         run_dir: str | Path | None = None,
+        resume: Resume = False,
         progress: bool = True,
     ) -> None:
-        """Raises: ConfigError."""
+        """A checkpoint is written every `save_every` steps, 0: none. `resume` is as `RLTrainer`'s.
+
+        Raises: ConfigError; with `resume` also CheckpointError, ConflictError.
+        """
         loss = loss or DPOConfig()
         head = "scalar" if isinstance(loss, BradleyTerryConfig) else "lm"
         hosted = _hosted(job)
@@ -401,7 +515,7 @@ class PreferenceTrainer(_Trainer[PreferenceLoop]):
                 hint=f"create_job(..., head='{head}')",
             )
         self._rows, named = _examples(train, held_out)
-        training = PreferenceTrainingConfig(seed=seed, batch_size=batch_size, decay="none")
+        training = PreferenceTrainingConfig(seed=seed, batch_size=batch_size, decay="none", save_every=save_every)
         if optimizer is not None:
             training = training.model_copy(update={"optimizer": optimizer})
         self._preference_config = PreferenceJobConfig(
@@ -416,6 +530,8 @@ class PreferenceTrainer(_Trainer[PreferenceLoop]):
             job,
             self._preference_config,
             run_dir=run_dir,
+            resume=resume,
+            given=self._rows,
             progress=progress,
             summarize=summarize_preference,
             render=render_preference_report,

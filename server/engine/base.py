@@ -1,7 +1,7 @@
 """The seam between a server and its rollout engine."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -37,6 +37,10 @@ class LoraTensors:
     target_modules: tuple[str, ...]
     tensors: dict[str, torch.Tensor]
     """PEFT names (`base_model.model....lora_A.weight`)."""
+
+    def on_host(self) -> "LoraTensors":
+        """As it is sent to another process: copies, for a slice of a larger tensor would be sent with all of that."""
+        return replace(self, tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()})
 
 
 @dataclass(frozen=True)

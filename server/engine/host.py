@@ -11,7 +11,7 @@ import torch
 from opentinker.client.messages import Chunk, FloatArray, ImageChunk, SampleRequest
 from opentinker.errors import EngineError, InvalidRequestError
 from opentinker.server.buckets import Bucket, BucketAck
-from opentinker.server.carriers import Payload, read_probe
+from opentinker.server.carriers import Payload
 from opentinker.server.compute_thread import ComputeThread, explained
 from opentinker.server.device_groups import Invitation
 from opentinker.server.engine.base import AdapterId, LoraTensors, RolloutEngine, SampleRefused, WeightAck
@@ -215,9 +215,6 @@ class EngineHost(ComputeThread[HostedEngine, Message, Answer]):
     def _drop_adapter(self, at: AdapterId) -> None:
         self._parts.engine.drop_adapter(at)
 
-    def _read_probe(self, payload: Payload) -> bytes:
-        return read_probe(payload)
-
     def _read_probes(self, payload: Payload) -> list[bytes]:
         return list(self._parts.engine.read_probes(payload))
 
@@ -234,7 +231,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "finish_update": EngineHost._finish_update,
     "update_adapter": EngineHost._update_adapter,
     "drop_adapter": EngineHost._drop_adapter,
-    "read_probe": EngineHost._read_probe,
     "read_probes": EngineHost._read_probes,
     "join_group": EngineHost._join_group,
 }

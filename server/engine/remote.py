@@ -3,22 +3,19 @@
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import count
 from typing import Any, cast
 
-import torch
-
 from opentinker.client.messages import Chunk, FloatArray, SampleRequest, SampleResult
 from opentinker.errors import DeadlineError, ServerLostError
-from opentinker.server.buckets import BUCKET_BYTES, Bucket, BucketAck, Ledger
-from opentinker.server.carriers import Payload
+from opentinker.server.buckets import BUCKET_BYTES
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, SampleRefused, WeightAck
 from opentinker.server.engine.host import image_hashes_in
 from opentinker.server.engine.messages import Add, Answer, Call, EngineInfo, EngineLink, Message, Returned, StepFailed
 from opentinker.server.images import ImageStore
-from opentinker.server.sending import ACK_S, BucketSender
-from opentinker.server.ways import Way, Wish, kinds_to_try, open_way
+from opentinker.server.sending import ACK_S
+from opentinker.server.updates import Updates
+from opentinker.server.ways import Wish, first_device, kinds_to_try
 
 COLLECT_S = 10.0
 CALL_S = 600.0
@@ -46,14 +43,13 @@ class RemoteEngine:
             ConfigError: `weight_carrier` is not between these devices.
         """
         self.info = info
-        self._device = torch.device(device, 0) if device == "cuda" else torch.device(device)  # the lead rank's is its first
-        self._kinds = kinds_to_try(weight_carrier, device, info.device)
+        kinds = kinds_to_try(weight_carrier, device, info.device)
+        self._updates = Updates(self, info.ranks, first_device(device), kinds, bucket_bytes=bucket_bytes, ack_s=ack_s)
         self.on_answer: Callable[[], None] = lambda: None
         """Called, from a thread of its own, when there is something for `step`, or the engine is lost."""
         self._link = link
         self._images = images
-        self._bucket_bytes = bucket_bytes
-        self._call_s, self._ack_s = call_s, ack_s
+        self._call_s = call_s
         self._changed = threading.Condition()
         self._ready: list[SampleResult | SampleRefused | StepFailed] = []
         self._calls: dict[int, Future[Any]] = {}
@@ -62,8 +58,6 @@ class RemoteEngine:
         self._outgoing: list[Message] = []
         self._unfinished: set[str] = set()
         self._numbers = count()
-        self._updates = count(1)
-        self._way: Way | None = None
         self._version = 0
         self._thread = threading.Thread(target=self._collect, name="engine-answers", daemon=True)
         self._thread.start()
@@ -144,41 +138,13 @@ class RemoteEngine:
         return cast(list[FloatArray], self.call("prompt_logprobs", tuple(prompts), adapter, files=files))
 
     def update_weights(self, weights: NamedTensors, version: int) -> WeightAck:
-        """See `RolloutEngine`: in buckets, each of which every rank of the engine acknowledges.
-
-        Raises:
-            WeightSyncError: a bucket was lost or changed, a rank's model does not take it, or no carrier reaches all ranks.
-            DeadlineError: the engine does not take a bucket in time.
-            ServerLostError: its process is gone.
-        """
-        update = next(self._updates)
-        ledger = Ledger(update, self.info.ranks)
-        if self._way is None:  # before anything is begun, which an engine may not survive when it is not brought to its end
-            self._way = open_way(self._kinds, self, self.info.ranks, self._device)
-        self.call("begin_update", update)
-        try:
-            carriers = self._way.carriers()
-            BucketSender(ledger, carriers, self._take, bucket_bytes=self._bucket_bytes, ack_s=self._ack_s).send(weights)
-            ack = ledger.close(self.call("finish_update", version, ledger.counts))
-            self._way.rest()
-        except BaseException:
-            self._leave_way()  # the engine may still be reading in its memory
-            raise
+        """See `RolloutEngine`: in buckets, each of which every rank of the engine acknowledges. Raises as `Updates.send`."""
+        ack = self._updates.send(weights, version)
         self._version = version
         return ack
 
-    def _take(self, bucket: Bucket, payload: Payload) -> "Future[Sequence[BucketAck]]":
-        return self.start("take_bucket", bucket, payload)
-
-    def _leave_way(self) -> None:
-        way, self._way = self._way, None
-        if way is not None:
-            way.close()
-
     def update_adapter(self, adapter: LoraTensors, at: AdapterId) -> WeightAck:
-        # Copies: a slice of a larger tensor would be sent with all of that.
-        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in adapter.tensors.items()}
-        return cast(WeightAck, self.call("update_adapter", replace(adapter, tensors=tensors), at))
+        return cast(WeightAck, self.call("update_adapter", adapter.on_host(), at))
 
     def drop_adapter(self, at: AdapterId) -> None:
         self.call("drop_adapter", at)
@@ -212,7 +178,7 @@ class RemoteEngine:
         """Let go of the engine; its process is whoever's who started it. Idempotent."""
         self._closed = True
         self._lose(ServerLostError("the server was stopped"))
-        self._leave_way()
+        self._updates.close()
 
     def _files(self, chunks: Sequence[Chunk]) -> tuple[bytes, ...]:
         hashes = image_hashes_in(chunks)

@@ -55,12 +55,14 @@ def create_engine(
     stop_token_ids: Sequence[int],
     images: ImageStore | None = None,
     sleeps: bool = False,
+    trainer_device: str | None = None,
 ) -> BucketEngine:
     """Start the engine that `config` means; `lora` is the adapter config of the job's own policy, if it has one, and `images`
-    are there if the model takes any. With `sleeps` it can give its memory up.
+    are there if the model takes any. With `sleeps` it can give its memory up. `trainer_device`, "cpu" or "cuda", is that of a
+    trainer beside it, if there is one.
 
     Raises:
-        ConfigError: the engine is not installed, or the context is longer than the model's.
+        ConfigError: the engine is not installed, the context is longer than the model's, or it cannot have so many ranks.
         EngineError: it cannot start.
     """
     import torch
@@ -76,12 +78,28 @@ def create_engine(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     served = lora if lora is not None and resolve_lora_serving(config, kind, device) == "adapter" else None
-    return VllmEngine(model_dir, config, dtype, lora=served, stop_token_ids=stop_token_ids, images=images, sleeps=sleeps)
+    return VllmEngine(
+        model_dir,
+        config,
+        dtype,
+        lora=served,
+        stop_token_ids=stop_token_ids,
+        images=images,
+        sleeps=sleeps,
+        trainer_device=trainer_device,
+    )
 
 
 def _check_ranks(model_dir: Path, config: EngineConfig) -> None:
-    """Raises: ConfigError when the model's attention heads cannot be shared out among the engine's ranks."""
+    """Raises: ConfigError when the model's attention heads cannot be shared out among the engine's ranks, or GPUs are fewer."""
+    import torch
+
     ranks = config.tensor_parallel
+    if ranks > 1 and torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"engine.tensor_parallel={ranks} takes a GPU for each part, and the engine has {torch.cuda.device_count()}",
+            hint=f"resources.gpus={ranks}; in the layout split resources.rollout.gpus={ranks}",
+        )
     model = json.loads((model_dir / "config.json").read_text())
     heads = model.get("num_attention_heads") or model.get("text_config", {}).get("num_attention_heads")
     if ranks > 1 and heads is not None and heads % ranks:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from opentinker.errors import ConflictError, EngineError
+from opentinker.errors import ConflictError, EngineError, ServerLostError
 
 
 class Sleep(StrEnum):
@@ -92,9 +92,9 @@ class Sleeper:
     """Keeps the state of one engine. A state is left only when the engine has done what that takes."""
 
     def __init__(self, engine: Sleeping, make_room: Callable[[], None] = lambda: None) -> None:
-        """`make_room` gives back what the trainer holds of the GPU's memory and does not use; it is called before a wake."""
+        """`make_room` gives back what the trainer holds of the GPUs' memory and does not use; it is called before a wake."""
         self._engine = engine
-        self._make_room = make_room
+        self.make_room = make_room
         self.state = Sleep.AWAKE
 
     def tell(self, event: Event) -> None:
@@ -103,6 +103,7 @@ class Sleeper:
         Raises:
             ConflictError: it cannot, in this state; or the engine would fall asleep over requests that are running.
             EngineError: the engine failed to do what it takes; the state is as before.
+            ServerLostError: a process that it takes is gone.
         """
         state, action = after(self.state, event)
         if action is not None and action.level and self._engine.has_unfinished():
@@ -111,8 +112,10 @@ class Sleeper:
             if action is not None and action.level:
                 self._engine.suspend(action.level)
             elif action is not None:
-                self._make_room()
+                self.make_room()
                 self._engine.resume(action.tags)
+        except ServerLostError:
+            raise  # nobody sleeps or wakes any more
         except Exception as error:
             raise EngineError(f"the engine failed to {event}: {error}", hint="lower engine.memory_fraction") from error
         self.state = state

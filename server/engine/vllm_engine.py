@@ -1,9 +1,8 @@
 """vLLM in this process: its scheduler and kernels, stepped by the caller's thread."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,14 +20,23 @@ from opentinker.client.messages import (
     SamplingParams,
 )
 from opentinker.config.server import EngineConfig, LoraConfig
-from opentinker.errors import ConfigError, EngineError, InvalidRequestError, OpenTinkerError, WeightSyncError
-from opentinker.server.buckets import Bucket, BucketAck, Ledger, merged
+from opentinker.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    InvalidRequestError,
+    OpenTinkerError,
+    ServerLostError,
+    WeightSyncError,
+)
+from opentinker.server.buckets import Bucket, BucketAck, merged
 from opentinker.server.carriers import InlinePayload, Payload, SharedCarrier
 from opentinker.server.device_groups import Invitation
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params
 from opentinker.server.engine.sleeping import Event, Sleeper
 from opentinker.server.engine.vllm_adapters import adapted_modules, add_adapter, remove_adapter
+from opentinker.server.engine.vllm_ranks import Beside, attempt, lost, starting, values
 from opentinker.server.engine.vllm_requests import Prompts, vllm_params
 from opentinker.server.engine.vllm_update import (
     begin_update,
@@ -39,7 +47,8 @@ from opentinker.server.engine.vllm_update import (
     take_bucket,
 )
 from opentinker.server.images import ImageStore
-from opentinker.server.sending import BucketSender
+from opentinker.server.updates import Updates
+from opentinker.server.ways import Kind, first_device, kinds_to_try
 
 T = TypeVar("T")
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -72,13 +81,20 @@ class VllmEngine:
         stop_token_ids: Sequence[int] = (),
         images: ImageStore | None = None,
         sleeps: bool = False,
+        trainer_device: str | None = None,
     ) -> None:
         """Load the model; `lora` is given if vLLM's own adapter serving is wanted; `images` are those that requests may name.
-        With `sleeps` it can give its memory up; see `sleeper`.
+        With `sleeps` it can give its memory up; see `sleeper`. `trainer_device`, "cpu" or "cuda", is that of the trainer
+        beside it, if there is one, from which it then gets weights.
 
         Raises:
             EngineError: vLLM cannot start with this model and these limits.
+            ConfigError: `config.weight_carrier` does not reach several ranks from there.
         """
+        ranks = config.tensor_parallel
+        kinds: tuple[Kind, ...] = ("host",)
+        if ranks > 1 and trainer_device is not None:
+            kinds = kinds_to_try(config.weight_carrier, trainer_device, trainer_device, shared=True)
         _prepare_environment()
         from vllm import EngineArgs, LLMEngine
         from vllm.exceptions import VLLMError
@@ -96,13 +112,8 @@ class VllmEngine:
             }
         else:
             arguments["gpu_memory_utilization"] = config.memory_fraction
-        if config.tensor_parallel > 1:
-            arguments |= {"tensor_parallel_size": config.tensor_parallel, "distributed_executor_backend": "mp"}
-            if current_platform.is_cpu():
-                # vLLM would give each rank a NUMA node of its own, and refuse to start where there are fewer.
-                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-                if config.enforce_eager:
-                    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # in the ranks' processes, as `_compilation` is in this one
+        if ranks > 1:
+            arguments |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
         if sleeps:
             if not current_platform.is_sleep_mode_available():
                 raise EngineError(f"vLLM has no sleep mode on {current_platform.device_type}", hint="set engine.sleep=off")
@@ -117,23 +128,25 @@ class VllmEngine:
             # Without it vLLM wraps the output head too, and then fails to score prompts. Policies may differ in their targets.
             adapted = lora if config.max_adapters == 1 else lora.model_copy(update={"target_modules": "all-linear"})
             arguments["lora_target_modules"] = adapted_modules(model_dir, adapted)
+        start = partial(starting, ranks, on_cpu=current_platform.is_cpu(), compiles=not config.enforce_eager)
         try:
-            self._engine = LLMEngine.from_engine_args(
-                EngineArgs(
-                    model=str(model_dir),
-                    dtype=dtype,
-                    max_model_len=config.max_model_len,
-                    max_num_seqs=config.max_num_seqs,
-                    enforce_eager=config.enforce_eager,
-                    enable_prefix_caching=True,
-                    logprobs_mode="processed_logprobs",
-                    disable_log_stats=True,
-                    use_tqdm_on_load=False,
-                    async_scheduling=False,
-                    seed=0,
-                    **arguments,
+            with start() if ranks > 1 else nullcontext():
+                self._engine = LLMEngine.from_engine_args(
+                    EngineArgs(
+                        model=str(model_dir),
+                        dtype=dtype,
+                        max_model_len=config.max_model_len,
+                        max_num_seqs=config.max_num_seqs,
+                        enforce_eager=config.enforce_eager,
+                        enable_prefix_caching=True,
+                        logprobs_mode="processed_logprobs",
+                        disable_log_stats=True,
+                        use_tqdm_on_load=False,
+                        async_scheduling=False,
+                        seed=0,
+                        **arguments,
+                    )
                 )
-            )
         except (VLLMError, ValueError, RuntimeError) as error:
             raise EngineError(f"vLLM cannot start: {error}", hint="see engine.max_model_len and engine.cache_gib") from error
         # vLLM compiles small helpers even so: 10 s at the first token, and a C++ compiler would have to be there.
@@ -152,11 +165,16 @@ class VllmEngine:
         self._ended: list[SampleResult] = []
         """Ended while prompts were scored; the next step hands them out."""
         self._added = 0
-        self._ranks = config.tensor_parallel
+        self._ranks = ranks
         self.sleeper = Sleeper(self, torch.cuda.empty_cache) if sleeps else None
         """Has the engine give its memory up, if it was started for that."""
-        self._bucket_bytes = config.bucket_mib << 20
-        self._relay = SharedCarrier() if self._ranks > 1 else None
+        self._beside: Beside | None = None
+        self._updates: Updates | None = None
+        self._relay: SharedCarrier | None = None
+        if ranks > 1:
+            self._beside, self._relay = Beside(self), SharedCarrier()
+            weights_from = first_device(trainer_device or "cpu")
+            self._updates = Updates(self._beside, ranks, weights_from, kinds, bucket_bytes=config.bucket_mib << 20)
         self._broken = False
         self._closed = False
 
@@ -210,8 +228,10 @@ class VllmEngine:
         if not self._pending:
             return []
         try:
-            with self._compilation():
+            with self._compilation(), self._exchange():
                 outputs = self._engine.step()
+        except ServerLostError:
+            raise
         except Exception as error:
             # vLLM promises no exception type, and its state after one is unknown.
             raise EngineError(f"vLLM failed: {error}") from error
@@ -278,11 +298,13 @@ class VllmEngine:
 
     def suspend(self, level: int) -> None:
         """Give the GPU's memory up; `sleeper` knows when."""
-        self._engine.sleep(level)
+        with self._exchange():
+            self._engine.sleep(level)
 
     def resume(self, tags: tuple[str, ...]) -> None:
         """Get memory of these kinds back."""
-        self._engine.wake_up(list(tags))
+        with self._exchange():
+            self._engine.wake_up(list(tags))
 
     def _tell(self, event: Event) -> None:
         if self.sleeper is not None:
@@ -298,9 +320,9 @@ class VllmEngine:
         Raises:
             WeightSyncError: vLLM does not take one of the tensors; the engine cannot be used any more.
         """
-        if self._ranks > 1:
-            return self._update_in_buckets(weights, version)
         self._require_idle("take weights")
+        if self._updates is not None:
+            return self._update_in_buckets(self._updates, weights, version)
         # vLLM takes its layers apart while it reloads, and cannot put them together again after an error.
         self._tell(Event.BEGIN_UPDATE)
         self._broken = True
@@ -312,24 +334,20 @@ class VllmEngine:
         self._updated(version)
         return ack
 
-    def _update_in_buckets(self, weights: NamedTensors, version: int) -> WeightAck:
+    def _update_in_buckets(self, updates: Updates, weights: NamedTensors, version: int) -> WeightAck:
         """Give weights to ranks that are processes of their own."""
-        ledger, carriers = Ledger(0, self._ranks), [SharedCarrier()]
-
-        def take(bucket: Bucket, payload: Payload) -> Future[Sequence[BucketAck]]:
-            answer = Future[Sequence[BucketAck]]()
-            answer.set_result(self.take_bucket(bucket, payload))
-            return answer
-
         try:
-            self.begin_update(ledger.update)
-            BucketSender(ledger, carriers, take, bucket_bytes=self._bucket_bytes).send(weights)
-            return ledger.close(self.finish_update(version, ledger.counts))
-        finally:
-            carriers[0].close()
+            return updates.send(weights, version)
+        except DeadlineError as error:  # a call is still under way, whose answer would be taken for the next one's
+            raise lost(self._engine.model_executor, error) from error
+        except BaseException:
+            if self._broken:
+                self._tell(Event.UPDATE_FAILED)
+            raise
 
     def begin_update(self, update: int) -> None:
         self._require_idle("take weights")
+        self._tell(Event.BEGIN_UPDATE)
         self._broken = True
         self._on_workers(begin_update, update)
 
@@ -373,7 +391,8 @@ class VllmEngine:
         self.drop_adapter(at)
         # Ids and names are never used twice: vLLM's caches of keys and values know an adapter by them.
         number = self._adapters_served = self._adapters_served + 1
-        ack = merged(self._on_workers(add_adapter, adapter, number))
+        sent = adapter.on_host() if self._ranks > 1 else adapter
+        ack = merged(self._on_workers(add_adapter, sent, number))
         self._adapters[at] = LoRARequest(f"adapter-{number}", number, lora_path="in memory")
         return ack
 
@@ -390,8 +409,9 @@ class VllmEngine:
         self._tell(Event.CLOSE)
         self.abort_all()
         self._engine.engine_core.shutdown()
-        if self._relay is not None:
-            self._relay.close()
+        for part in (self._updates, self._beside, self._relay):
+            if part is not None:
+                part.close()
         del self._engine
         cleanup_dist_env_and_memory()
 
@@ -421,12 +441,31 @@ class VllmEngine:
         from vllm.exceptions import VLLMError
 
         try:
-            answers: list[T] = self._engine.collective_rpc(function, args=arguments)
+            if self._ranks == 1:
+                answers: list[T] = self._engine.collective_rpc(function, args=arguments)
+                return answers
+            with self._exchange():
+                return values(self._engine.collective_rpc(partial(attempt, function), args=arguments))
         except OpenTinkerError:
             raise
         except (VLLMError, ValueError, RuntimeError, KeyError, AssertionError, AttributeError) as error:
             raise WeightSyncError(f"vLLM does not take these tensors: {error}") from error
-        return answers
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """A call of vLLM's own, of which a rank's error is the end where there are several.
+
+        Raises:
+            EngineRanksLostError: that.
+        """
+        try:
+            yield
+        except OpenTinkerError:
+            raise
+        except Exception as error:
+            if self._ranks > 1:
+                raise lost(self._engine.model_executor, error) from error
+            raise
 
 
 def _prepare_environment() -> None:

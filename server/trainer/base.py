@@ -28,7 +28,8 @@ class ForwardBackwardResult:
 class Trainer(Protocol):
     """Holds the weights of one full-parameter policy or of any number of LoRA policies on one frozen base model.
 
-    Not thread-safe: a server calls it from its compute thread only. A method that raises leaves the policy unchanged.
+    Not thread-safe: a server calls it from its compute thread only. A method that raises leaves the policy unchanged,
+    but for a `TornError`.
     """
 
     def create_policy(self, policy: str, spec: PolicySpec) -> None: ...
@@ -76,6 +77,7 @@ class Trainer(Protocol):
 
         Raises:
             TrainerError: the gradient is not finite; the gradients are cleared and the weights stay.
+            TornError: it failed amid the parameters; until a checkpoint is loaded, the policy can only be deleted.
         """
         ...
 

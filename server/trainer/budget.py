@@ -24,6 +24,7 @@ from opentinker.server.trainer.memory import (
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.packing import Pack, pack_data
 from opentinker.server.trainer.peak import peak_bytes
+from opentinker.server.trainer.state_plan import device_bytes
 
 log = logging.getLogger(__name__)
 
@@ -102,27 +103,48 @@ class MemoryBudget:
         free = self._free(device)
         return None if free is None else free / sharing
 
+    def other_free(self, device: torch.device) -> float | None:
+        """Bytes that are free in the host's memory, infinite where nothing says so; None where it is this device's."""
+        if device.type == "cpu":
+            return None
+        free = self._free(torch.device("cpu"))
+        return float("inf") if free is None else free
+
     def check_state(
         self,
         parameters: Iterable[torch.nn.Parameter],
         free: float | None,
         ranks: int = 1,
         wholes: Iterable[torch.nn.Parameter] = (),
+        host: float | None = None,
     ) -> None:
         """Is there room, in so many bytes, for the optimizer state and the gradients of these parameters, or for what each of
-        several ranks has of them? The gradients of `wholes`, which are among them, are whole on each.
+        several ranks has of them? The gradients of `wholes`, which are among them, are whole on each. `host`: what is free to
+        all ranks together in the host's memory, where that is other memory.
 
         Raises:
             TooLargeError: there is not; nothing was made.
         """
-        moments = 2 if self._config.optimizer == "adamw_8bit" else 8
-        # A gradient and the moments; and a master, where the parameter is none itself.
-        needed = sum(p.numel() * (4 + moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters) / ranks
-        needed += sum(p.numel() * 4 for p in wholes) * (1 - 1 / ranks)
+        moments, parameters = 2 if self._config.optimizer == "adamw_8bit" else 8, list(parameters)
+        # Moments; and a master, where the parameter is none itself.
+        state = sum(p.numel() * (moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters)
+        numbers = sum(p.numel() for p in parameters)
+        needed = 4 * numbers / ranks + sum(p.numel() * 4 for p in wholes) * (1 - 1 / ranks)
+        away = self._config.optimizer_state == "host"
+        needed += device_bytes(numbers / ranks) if away else 0
+        needed += 0 if away and host is not None else state / ranks
         if free is not None and needed > free:
+            other = not away and host is not None and state <= host
+            less = ["set trainer.optimizer_state=host"] if other else []
             raise TooLargeError(
                 f"to train all parameters takes {gib(needed)} beside the model, and {gib(max(free, 0))} are free",
-                hint="train an adapter (lora), or give the server more memory",
+                hint=", ".join([*less, "train an adapter (lora)", "or give the server more memory"]),
+            )
+        if away and host is not None and state > host:
+            raise TooLargeError(
+                f"the optimizer state of all parameters takes {gib(state)} in the host's memory, and {gib(max(host, 0))} are "
+                "free",
+                hint="set trainer.optimizer=adamw_8bit, train an adapter (lora), or give the server more memory",
             )
 
     def packs(self, data: Sequence[Datum], kind: PassKind, size: ModelSize, *, reserve: int, together: int = 1) -> list[Pack]:

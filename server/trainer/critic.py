@@ -37,6 +37,7 @@ class Critic:
 
         Raises:
             ConfigError: the adapter's config fits no layer.
+            TooLargeError, TrainerError: as `optimize` raises it.
         """
         self.config = config
         self._base, self._current = base, current
@@ -44,7 +45,11 @@ class Critic:
         self._head = ScalarHead(base.hidden_size, base.device, bias=True)
         names, self.targets = lora.resolve_targets(base.model, base.config, config)
         adapter = lora.add_adapters(base.model, names, current, self._name, config, seed)
-        self.optimizer = optimize(self._name, {**adapter, **self._head.parameters()})
+        try:
+            self.optimizer = optimize(self._name, {**adapter, **self._head.parameters()})
+        except Exception:
+            lora.remove_adapters(base.model, self._name)
+            raise
 
     def values(self, pack: Pack) -> torch.Tensor:
         """V(s) before each weighted target of the pack is sampled, float32[N], differentiable in the critic's weights."""

@@ -4,15 +4,17 @@ Quantization", sections 2.1 and 2.2), written in plain torch, so that it runs wh
 Of the second moment the square root is kept, whose range is half as wide, and no entry above 0 becomes 0: it is divided by.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import cache, partial
+from typing import Protocol, Self
 
 import torch
-from torch import nn
 
 from opentinker.client.messages import AdamParams
 from opentinker.server.trainer.optimizer import MasterOptimizer
+from opentinker.server.trainer.state_plan import Piece
+from opentinker.server.trainer.state_stream import Column, Views
 
 BLOCK = 256
 """Entries that share a scale."""
@@ -32,15 +34,34 @@ def codebook(signed: bool, device: torch.device) -> torch.Tensor:
     return torch.cat(parts).sort().values.float().to(device)
 
 
+Zeros = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Makes a tensor where moments are kept."""
+
+
+def cpu_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(tuple(shape), dtype=dtype)
+
+
 class Quantized:
     """A float32 tensor in bytes; zeros at first."""
 
-    def __init__(self, like: torch.Tensor, *, signed: bool) -> None:
+    per = BLOCK
+    """Numbers of a row of `codes`."""
+    shared = False
+    """Whether other ranks have parts of its blocks."""
+
+    def __init__(self, like: torch.Tensor, *, signed: bool, zeros: Zeros = cpu_zeros) -> None:
         self._shape, self._signed = like.shape, signed
         blocks = -(-like.numel() // BLOCK)
-        self.codes = torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=like.device)
-        self.scales = torch.zeros(blocks, 1, device=like.device)
+        self.codes = zeros((blocks, BLOCK), torch.uint8)
+        self.scales = zeros((blocks, 1), torch.float32)
         """The largest magnitude of each block."""
+
+    def part(self, piece: Piece, codes: torch.Tensor, scales: torch.Tensor) -> Self:
+        """A piece, flat, whose bytes are in these tensors."""
+        part = copy(self)
+        part._shape, part.codes, part.scales = torch.Size((len(piece),)), codes, scales
+        return part
 
     def get(self) -> torch.Tensor:
         values = codebook(self._signed, self.codes.device)[self.codes.int()] * self.scales
@@ -67,36 +88,65 @@ class Bytes(Protocol):
 
     codes: torch.Tensor
     scales: torch.Tensor
+    per: int
+    shared: bool
+
+    def part(self, piece: Piece, codes: torch.Tensor, scales: torch.Tensor) -> Self: ...
 
     def get(self) -> torch.Tensor: ...
 
     def put(self, tensor: torch.Tensor, /) -> None: ...
 
 
-class EightBitMoments(MasterOptimizer):
-    """A `MasterOptimizer` whose moments of large parameters take 2 bytes in place of 8. Subclasses make them."""
+class EightBitOptimizer(MasterOptimizer):
+    """A `MasterOptimizer` whose moments of large parameters take 2 bytes in place of 8."""
 
     _means: Mapping[str, Bytes]
     _roots: Mapping[str, Bytes]
 
-    @property
-    def _large(self) -> dict[str, torch.Tensor]:
-        """The masters whose moments are in bytes."""
-        return {name: master for name, master in self.masters.items() if not self._keeps_float(name)}
-
     def _keeps_float(self, name: str) -> bool:
         return self.parameters[name].numel() < SMALLEST
 
+    def _make_moments(self) -> None:
+        super()._make_moments()
+        large = [name for name in self.parameters if not self._keeps_float(name)]
+        self._means = {name: self._bytes(name, signed=True) for name in large}
+        self._roots = {name: self._bytes(name, signed=False) for name in large}
+
+    def _bytes(self, name: str, *, signed: bool) -> Bytes:
+        """Zeros, for a moment of this parameter."""
+        return Quantized(self.masters[name], signed=signed, zeros=partial(self._zeros, name))
+
+    def _columns(self, name: str) -> list[Column]:
+        if name not in self._means:
+            return super()._columns(name)
+        return [
+            Column(tensor, per, whole=kept.shared)
+            for kept in (self._means[name], self._roots[name])
+            for tensor, per in ((kept.codes, kept.per), (kept.scales, BLOCK))
+        ]
+
     def _move(
-        self, names: Sequence[str], masters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], params: AdamParams
+        self,
+        pieces: Sequence[Piece],
+        masters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        params: AdamParams,
+        moments: Sequence[Views] | None = None,
     ) -> None:
-        for name, master, gradient in zip(names, masters, gradients, strict=True):  # one at a time, in float32 meanwhile
-            if name not in self._means:
-                super()._move([name], [master], [gradient], params)
+        floats = [place for place, piece in enumerate(pieces) if piece.name not in self._means]
+        of_floats = None if moments is None else [moments[place] for place in floats]
+        super()._move(
+            [pieces[p] for p in floats], [masters[p] for p in floats], [gradients[p] for p in floats], params, of_floats
+        )
+        for place, piece in enumerate(pieces):  # one at a time, in float32 meanwhile
+            if piece.name not in self._means:
                 continue
-            mean, root = self._means[name], self._roots[name]
+            mean, root = self._means[piece.name], self._roots[piece.name]
+            if moments is not None:
+                mean, root = mean.part(piece, *moments[place][:2]), root.part(piece, *moments[place][2:])
             exp_avg, exp_avg_sq = mean.get(), root.get().square_()
-            self._adamw([master], [gradient], [exp_avg], [exp_avg_sq], params)
+            self._adamw([masters[place]], [gradients[place]], [exp_avg], [exp_avg_sq], params)
             mean.put(exp_avg)
             root.put(exp_avg_sq.sqrt_())
 
@@ -106,12 +156,3 @@ class EightBitMoments(MasterOptimizer):
             for name, quantized in kept.items():
                 state |= {f"{part}/{name}": quantized.codes, f"{part}_scale/{name}": quantized.scales}
         return state
-
-
-class EightBitOptimizer(EightBitMoments):
-    """8-bit moments in one process."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(parameters)
-        self._means = {name: Quantized(master, signed=True) for name, master in self._large.items()}
-        self._roots = {name: Quantized(master, signed=False) for name, master in self._large.items()}

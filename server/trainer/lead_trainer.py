@@ -103,7 +103,8 @@ class LeadTrainer(RankTrainer):
         """For the rank that has least."""
         known = [free for free in self._all("free_share", [()] * self._ranks.count) if free is not None]
         parameters, wholes = self._model.trainable().values(), self._ranks.wholes(self._model)
-        self._budget.check_state(parameters, min(known, default=None), self._ranks.count, wholes)
+        other = self._budget.other_free(self._device)  # all ranks are on one node
+        self._budget.check_state(parameters, min(known, default=None), self._ranks.count, wholes, other)
 
     def delete_policy(self, policy: str) -> None:
         self._others.check()
@@ -116,6 +117,11 @@ class LeadTrainer(RankTrainer):
         self._others.check()
         super().load(policy, folder, weights_only=weights_only)
         self._tell("load_share", policy, folder, weights_only)
+
+    def release_cache(self) -> None:
+        self._others.check()
+        super().release_cache()
+        self._tell("release_cache")
 
     def optim_step(self, policy: str, params: AdamParams, *, critic: bool = False) -> dict[str, float]:
         _ = self._critic(policy) if critic else self._get(policy)

@@ -18,7 +18,7 @@ from opentinker.server.trainer.gathered import Gather
 from opentinker.server.trainer.identity import base_digest
 from opentinker.server.trainer.losses import merge_metrics
 from opentinker.server.trainer.model import PackedModel
-from opentinker.server.trainer.optimizer import MasterOptimizer
+from opentinker.server.trainer.optimizer import MasterOptimizer, TornError
 from opentinker.server.trainer.out_of_memory import memory_explained
 from opentinker.server.trainer.packing import Pack, pack_data
 from opentinker.server.trainer.ranks import Ranks
@@ -103,7 +103,7 @@ class RankTrainer(TorchTrainer):
 
     def _row_optimizer(self, parameters: Mapping[str, nn.Parameter], gather: Gather | None = None) -> RowOptimizer:
         kind = EightBitRowOptimizer if self._config.optimizer == "adamw_8bit" else RowOptimizer
-        return kind(parameters, self._ranks, gather)
+        return kind(parameters, self._ranks, gather, self._host())
 
     def delete_policy(self, policy: str) -> None:
         super().delete_policy(policy)
@@ -197,6 +197,8 @@ class RankTrainer(TorchTrainer):
         optimizer = (self._critic(policy) if critic else self._get(policy)).optimizer
         try:
             return optimizer.report_step(params)
+        except TornError:
+            raise  # the others may be amid the step
         except TrainerError as error:
             raise AgreedError(error) from error
 

@@ -81,8 +81,9 @@ class Ranks:
 
     def close(self) -> None:
         """Forget the others. Nothing else is called after it."""
+        # The file stays open until the process ends: torch's store opens it once more whenever it is destroyed, and would find
+        # under a number that was closed whatever has got it since, and abort.
         _unregister_process_group(GroupName(self._meeting.name))
-        os.close(self._meeting.descriptor)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows, a view."""
@@ -123,7 +124,7 @@ class Ranks:
         pairs = [list(group) for _, group in alike]
         for bucket in (bucket for group in pairs for bucket in buckets(group, lambda p: p[0].element_size() * p[1].numel())):
             widths = [self._width(shape) for _, shape in bucket]
-            own_W = bucket[0][0].new_zeros(sum(widths))
+            own_W = torch.zeros(sum(widths), dtype=bucket[0][0].dtype, device=self.device)  # rows may be in the host's memory
             for part, (tensor, _) in zip(torch.split(own_W, widths), bucket, strict=True):
                 part[: tensor.numel()].copy_(tensor.reshape(-1))
             flat = own_W.new_empty(self.count * len(own_W))

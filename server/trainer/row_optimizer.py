@@ -1,14 +1,18 @@
 """The optimizer of one policy on several ranks: each keeps masters and moments of its rows, and steps those."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from opentinker.client.messages import AdamParams
+from opentinker.errors import TrainerError
 from opentinker.server.trainer.gathered import Gather, Gathered
 from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.ranks import Ranks
+from opentinker.server.trainer.state_stream import Host
 
 
 class RowOptimizer(MasterOptimizer):
@@ -16,11 +20,13 @@ class RowOptimizer(MasterOptimizer):
     here are those of this rank's data alone, until a step sums them, and every rank gets what the others made of their rows.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: Ranks, gather: Gather | None = None) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], ranks: Ranks, gather: Gather | None = None, host: Host | None = None
+    ) -> None:
         """`gather` gives the full tensors of `state`, on the rank that saves."""
         self._ranks, self._gather = ranks, gather
         self.closed = False
-        super().__init__(parameters)
+        super().__init__(parameters, host)
         self._wholes = [name for name, p in self.parameters.items() if not isinstance(p, DTensor)]
 
     def close(self) -> None:
@@ -34,13 +40,32 @@ class RowOptimizer(MasterOptimizer):
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     def _no_gradient(self, name: str) -> torch.Tensor:
-        parameter = self.parameters[name]
-        like = self.masters[name] if isinstance(parameter, DTensor) else parameter
-        return torch.zeros_like(like, dtype=torch.float32, requires_grad=False)
+        return torch.zeros_like(self._collected(self.parameters[name].detach()), dtype=torch.float32)
 
     def _gradient_size(self, name: str) -> int:
         parameter = self.parameters[name]
         return (self.masters[name] if isinstance(parameter, DTensor) else parameter).numel()
+
+    @contextmanager
+    def _room(self, params: AdamParams) -> Iterator[None]:
+        """All ranks have it, or none steps.
+
+        Raises:
+            TrainerError: one has not.
+        """
+        problem: Exception | None = None
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(super()._room(params))
+            except Exception as error:
+                problem = error
+            if self._stream is not None and not self._ranks.agree(problem is None):
+                why = "" if problem is None else f": {problem}"
+                raise TrainerError(
+                    f"there was no room on some rank's device to step in{why}; nothing was trained",
+                    hint="give the server more memory, or lower engine.memory_fraction",
+                )
+            yield
 
     def _take_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
         summed = self._ranks.sum_rows([self.gradient(name) for name in self._wholes])
@@ -53,21 +78,15 @@ class RowOptimizer(MasterOptimizer):
             square += torch.stack(torch._foreach_norm(present)).double().square().sum()
         return float(self._ranks.sum(square).sqrt())
 
-    def _publish_masters(self) -> None:
-        self._publish_sharded()
+    def _exchange(self) -> None:
         wholes = [self.parameters[name].detach() for name in self._wholes]
-        rows = [self.masters[name].to(whole.dtype) for name, whole in zip(self._wholes, wholes, strict=True)]
+        rows = [self._own(whole) for whole in wholes]
         for whole, full in zip(wholes, self._ranks.gather(rows, [whole.shape for whole in wholes]), strict=True):
             whole.copy_(full)
 
-    def _publish_sharded(self) -> None:
-        for name, parameter in self.parameters.items():
-            if isinstance(parameter, DTensor):
-                self._own(parameter.detach()).copy_(self.masters[name])
-
     def _publish_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Every rank has the full state at hand, so that nothing is exchanged."""
-        self._publish_sharded()
+        self._publish_own()
         for name in self._wholes:
             parameter, key = self.parameters[name].detach(), f"master/{name}"
             parameter.copy_(state[key]) if key in state else parameter.zero_()

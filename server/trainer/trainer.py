@@ -40,6 +40,7 @@ from opentinker.server.trainer.packing import Pack, pack_data
 from opentinker.server.trainer.policy import Origin, Policy
 from opentinker.server.trainer.recompute import recompute_layers
 from opentinker.server.trainer.scalar_head import ScalarHead
+from opentinker.server.trainer.state_stream import Host
 
 NO_METRICS = {
     "tokens": 0.0,
@@ -98,7 +99,8 @@ class TorchTrainer:
         Raises:
             ConflictError: the name is taken, or a full-parameter policy would share the model.
             ConfigError: the adapter's config, or its critic's, is wrong or fits no layer.
-            TooLargeError: there is no memory for the optimizer state of all parameters.
+            TooLargeError: there is no memory for the optimizer state.
+            TrainerError: the host's memory, where it would be, cannot be locked.
         """
         if policy in self._policies:
             raise ConflictError(f"there already is a policy {policy}")
@@ -118,7 +120,12 @@ class TorchTrainer:
             names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
             adapter = lora.add_adapters(self._model.model, names, self._adapter_pass, policy, config, spec.seed)
             parameters = adapter if head is None else {**adapter, **head.parameters(lora.PEFT_PREFIX)}
-            self._policies[policy] = Policy(self._optimizer(policy, parameters), config, targets, head)
+            try:
+                optimizer = self._optimizer(policy, parameters)
+            except Exception:
+                lora.remove_adapters(self._model.model, policy)
+                raise
+            self._policies[policy] = Policy(optimizer, config, targets, head)
         if critic_config is None:
             return
         try:
@@ -131,18 +138,24 @@ class TorchTrainer:
 
     def _check_state(self) -> None:
         """Raises: TooLargeError when there is no room for the optimizer state of all parameters."""
-        self._budget.check_state(self._model.trainable().values(), self._budget.free(self._device))
+        free, other = self._budget.free(self._device), self._budget.other_free(self._device)
+        self._budget.check_state(self._model.trainable().values(), free, host=other)
 
     def _before_full(self, model: PackedModel) -> None:
         """A model is about to be trained in all its parameters, or was loaded beside one that is."""
 
     def _optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> MasterOptimizer:
-        return (EightBitOptimizer if self._config.optimizer == "adamw_8bit" else MasterOptimizer)(parameters)
+        kind = EightBitOptimizer if self._config.optimizer == "adamw_8bit" else MasterOptimizer
+        return kind(parameters, self._host())
+
+    def _host(self) -> Host | None:
+        """Where optimizer state is kept, if not on the device."""
+        return Host.of(self._device) if self._config.optimizer_state == "host" else None
 
     def delete_policy(self, policy: str) -> None:
         """Forget a policy. The base weights are pristine afterwards: after a full-parameter policy they are its reference's,
         or loaded anew."""
-        gone = self._get(policy)
+        gone = self._found(policy)
         gone.optimizer.close()
         if gone.critic is not None:
             gone.critic.close()
@@ -154,10 +167,14 @@ class TorchTrainer:
             lora.remove_adapters(self._model.model, policy)
 
     def is_lora(self, policy: str) -> bool:
-        return self._get(policy).lora is not None
+        return self._found(policy).lora is not None
 
     def samples(self, policy: str) -> bool:
-        return self._get(policy).head is None
+        return self._found(policy).head is None
+
+    def release_cache(self) -> None:
+        """Give back what the allocator holds of the GPU's memory and does not use."""
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Nothing outlives the process."""
@@ -339,7 +356,7 @@ class TorchTrainer:
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`. Accumulated gradients are dropped."""
-        self._get(policy).load(folder, self._origin, weights_only=weights_only)
+        self._found(policy).load(folder, self._origin, weights_only=weights_only)
 
     @property
     def _origin(self) -> Origin:
@@ -352,6 +369,14 @@ class TorchTrainer:
         return self._base
 
     def _get(self, policy: str) -> Policy:
+        """Raises: TornError when a step of the policy, or of its critic, has failed amid the parameters."""
+        found = self._found(policy)
+        found.optimizer.check_whole()
+        if found.critic is not None:
+            found.critic.optimizer.check_whole()
+        return found
+
+    def _found(self, policy: str) -> Policy:
         if policy not in self._policies:
             raise NotFoundError(f"this server has no policy {policy}")
         return self._policies[policy]
@@ -387,7 +412,7 @@ class TorchTrainer:
 
     def _check_samples(self, policy: str) -> None:
         """Raises: ConflictError when there is nothing to sample from."""
-        if not self.samples(policy):
+        if self._get(policy).head is not None:
             raise ConflictError(
                 f"policy {policy} has a scalar head: it scores, and cannot be published or sampled",
                 hint="ask `forward` for its 'values'",

@@ -3,6 +3,7 @@
 Usage: python tests/scenarios/exact_resume.py [--runs 4] [--steps 6] [--kinds lora full sft league] [--seed 0]
        ... --kinds vllm-lora vllm-full      on vLLM: one run records its samples, all others are given them
        ... --on-ray [--kill worker driver]  as a submitted job on a cluster; only the one process is killed
+       ... --own --kinds lora full sft preference agents   driven by a user's process, which is killed and started again
 Server and driver live in one process, which is killed as a whole; what goes on is a new server and a new driver on the run's
 folder. On a cluster the scheduler starts them anew (`scheduling.max_restarts`). The engine is the transformers one with
 `deterministic`, but for vLLM; the environment answers after random pauses, so that nothing may depend on the order of
@@ -206,14 +207,14 @@ def kill_after(process: "subprocess.Popen[bytes]", run_dir: Path, rows: int, pau
 
 
 def difference(one: Path, other: Path) -> float:
-    """The largest difference between the parameters and moments of two runs' final checkpoints."""
+    """The largest difference between the parameters and moments of two runs' final checkpoints, one of each policy."""
     import numpy as np
     from safetensors.numpy import load_file
 
     states = []
     for run_dir in (one, other):
-        [folder] = (run_dir / "checkpoints").glob("final@*")
-        states.append(load_file(folder / "optimizer.safetensors"))
+        found = sorted((run_dir / "checkpoints").glob("final@*"))
+        states.append({f"{n} {k}": v for n, f in enumerate(found) for k, v in load_file(f / "optimizer.safetensors").items()})
     if states[0].keys() != states[1].keys():
         return float("inf")
     return max(float(np.abs(states[0][n].astype(np.float64) - states[1][n].astype(np.float64)).max()) for n in states[0])
@@ -248,6 +249,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["lora", "full", "sft"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--on-ray", action="store_true", help="as jobs on a cluster of its own")
+    parser.add_argument("--own", action="store_true", help="driven by a user's process, which alone is killed")
     parser.add_argument("--kill", nargs="+", choices=["worker", "driver"], default=["worker", "driver"], help="with --on-ray")
     arguments = parser.parse_args()
     rng, worst, kills, runs = random.Random(arguments.seed), 0.0, 0, 0
@@ -262,6 +264,11 @@ def main() -> None:
                     folder, config_of(kind, folder / "model", arguments.steps), arguments.kill, arguments.runs, rng
                 )
                 runs += arguments.runs * len(arguments.kill)
+            elif arguments.own:
+                from resume_own import own
+
+                killed, apart = own(folder, kind, arguments.runs, arguments.steps, rng)
+                runs += arguments.runs
             else:
                 killed, apart = in_one_process(folder, kind, arguments.runs, arguments.steps, rng)
                 runs += arguments.runs

@@ -30,10 +30,11 @@ class OwnSinks:
     """A listener of a run's rows. Its sinks are there as long as a piece of the run is, and nothing of them outlives it; the
     next piece goes on as the same run."""
 
-    def __init__(self, asked: Sinks, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, asked: Sinks, folder: Path, config: Mapping[str, Any], *, begun: bool = False) -> None:
+        """`begun`: an earlier process told them the run's first pieces."""
         self._asked, self._folder, self._config = asked, folder, config
         self._open: tuple[SafeSink, ...] = ()
-        self._begun = False
+        self._begun = begun
 
     def __call__(self, row: Row) -> None:
         for sink in self._open:

@@ -1,5 +1,6 @@
 """One job on two real servers, of which one trains an adapter and one full parameters: both agents learn, each on its own; when
-one server is killed in the middle of the games, the job ends as a whole with a cause that names it, and nothing of it stays."""
+one server is killed in the middle of the games, the job ends as a whole with a cause that names it, nothing of it stays, and
+its run goes on in another job."""
 
 import os
 import signal
@@ -66,29 +67,13 @@ def test_two_agents_learn_on_two_servers_and_the_death_of_one_ends_the_job_with_
     with ot.Client(two_slots.url, key) as client:
         with pytest.raises(ConfigError, match="the job's 3 servers start together and ask for 3 CPU slots"):
             client.create_job(str(tiny_model_dir), servers={"second": {}, "third": {}})
-        job = client.create_job(
-            str(tiny_model_dir),
-            lora=ot.LoraConfig(rank=4),
-            engine=ot.EngineConfig(kind="transformers", max_model_len=256),
-            trainer=ot.TrainerConfig(dtype="float32"),
-            servers={"second": {"lora": None, "engine": {"max_model_len": 128}}},
-        )
+        job = create(client, tiny_model_dir)
         assert set(job.servers) == {"second"}
         assert job.servers["second"]["token"] != job.server["token"]
         assert job.servers["second"]["policy"] != job.server["policy"]
         held = [held for node in client.scheduler.cluster()["nodes"] for held in node["held"]]
         assert [(each["job"], each["cpu_slots"]) for each in held] == [(job.id, 1), (job.id, 1)]
-        trainer = ot.MultiAgentTrainer(
-            job,
-            Guess,
-            {"black": ot.AgentConfig(), "white": ot.AgentConfig(server="second")},
-            ot.GRPO(group_size=4),
-            optimizer=ot.AdamParams(learning_rate=1e-2),
-            sampling=ot.SamplingConfig(max_tokens=6),
-            rollout=ot.RolloutConfig(groups_per_step=2, max_turns=2),
-            run_dir=tmp_path / "run",
-            progress=False,
-        )
+        trainer = train(job, tmp_path / "run")
         trainer.fit(steps=2)
         rows = [row["agents"] for row in trainer._recorder.rows if row["kind"] == "agents_step"]
         assert [(row["black"]["version"], row["white"]["version"]) for row in rows] == [(1, 1), (2, 2)]
@@ -109,6 +94,44 @@ def test_two_agents_learn_on_two_servers_and_the_death_of_one_ends_the_job_with_
         assert job.state == "FAILED"
         assert free_slots_at_last(client) == SLOTS
         assert [processes_of(mark) for mark in (job.id, f"{job.id}-second")] == [[], []]
+
+        other = create(client, tiny_model_dir)
+        again = train(other, tmp_path / "run", resume=True)
+        assert again.steps_done == 2
+        named = client.scheduler.job(other.id)["config"]["checkpoints"][-2:]
+        assert named == [f"admin/{job.id}/step-000002@2", f"admin/{job.id}/second/step-000002@2"]
+        again.fit(steps=3)
+        versions = [[each["version"] for each in row["agents"].values()] for row in again._recorder.rows]
+        assert versions == [[1, 1], [2, 2], [3, 3]], "each server's policy goes on from its own checkpoint"
+        other.complete()
+
+
+def create(client: ot.Client, model: Path) -> ot.Job:
+    """A job whose own server trains an adapter, and whose second one full parameters."""
+    return client.create_job(
+        str(model),
+        lora=ot.LoraConfig(rank=4),
+        engine=ot.EngineConfig(kind="transformers", max_model_len=256),
+        trainer=ot.TrainerConfig(dtype="float32"),
+        servers={"second": {"lora": None, "engine": {"max_model_len": 128}}},
+    )
+
+
+def train(job: ot.Job, run_dir: Path, **options: Any) -> ot.MultiAgentTrainer:
+    """A trainer of black on the job's own server, and of white on its second."""
+    return ot.MultiAgentTrainer(
+        job,
+        Guess,
+        {"black": ot.AgentConfig(), "white": ot.AgentConfig(server="second")},
+        ot.GRPO(group_size=4),
+        optimizer=ot.AdamParams(learning_rate=1e-2),
+        sampling=ot.SamplingConfig(max_tokens=6),
+        rollout=ot.RolloutConfig(groups_per_step=2, max_turns=2),
+        save_every=1,
+        run_dir=run_dir,
+        progress=False,
+        **options,
+    )
 
 
 def free_slots_at_last(client: ot.Client) -> int:

@@ -82,6 +82,8 @@ async def serving(
     change: Callable[[Parts], Parts] = lambda parts: parts,
     starts: Mapping[str, str] | None = None,
     layout: str = "colocated",
+    tensor_parallel: int = 1,
+    ranks: int = 1,
 ) -> AsyncIterator[Server]:
     config = ServerConfig(
         base_model=str(model_dir),
@@ -93,10 +95,11 @@ async def serving(
                 "cache_gib": 0.1,
                 "lora_serving": lora_serving,
                 "max_adapters": max_adapters,
+                "tensor_parallel": tensor_parallel,
             }
         ),
         dtype="float32",
-        trainer=TrainerConfig(dtype="float32") if trains else None,
+        trainer=TrainerConfig(dtype="float32", ranks=ranks) if trains else None,
     )
     host = EngineHost(lambda: load_engine(model_dir, config, lora)) if layout == "split" else None
 

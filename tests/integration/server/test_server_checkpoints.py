@@ -93,6 +93,31 @@ async def test_a_policy_starts_from_a_checkpoints_weights_as_version_0_with_a_ne
         assert [c.step for c in checkpoints(tmp_path / "b")] == [1]
 
 
+async def test_another_jobs_checkpoint_is_loaded_with_its_optimizer_driver_and_version(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    async def step(server: Server) -> None:
+        await server.client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+
+    async with serving(tiny_model_dir, tmp_path / "a", lora=LORA) as server:
+        for _ in range(3):
+            await step(server)
+        saved = await server.client.save("step-000003", driver={"step": 3})
+        await step(server)
+        whole = await server.logprobs()
+    starts = {"ann/job-0a/step-000003@3": saved["path"]}
+    async with serving(tiny_model_dir, tmp_path / "b", lora=LORA, seed=9, starts=starts) as server:
+        loaded = await server.client.load("job-0a/step-000003")
+        assert (loaded["version"], loaded["driver"]) == (3, {"step": 3})
+        await step(server)
+        np.testing.assert_array_equal(await server.logprobs(), whole, err_msg="the moments came along")
+        np.testing.assert_allclose(await server.engine_logprobs(), whole, atol=0.01)
+        (Path(saved["path"]) / "optimizer.safetensors").write_bytes(b"broken")
+        with pytest.raises(CheckpointError, match="corrupt"):
+            await server.client.load("job-0a/step-000003")
+        np.testing.assert_array_equal(await server.logprobs(), whole)
+
+
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 101, 7])
 async def test_a_checkpoint_name_is_one_safe_path_component(server: Server, name: Any) -> None:
     with pytest.raises(InvalidRequestError, match="not a checkpoint name"):

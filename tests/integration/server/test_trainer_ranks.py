@@ -101,6 +101,16 @@ def test_losses_gradients_and_parameters_are_those_of_one_rank(
     assert_same(weights(two), weights(one), relative=1e-5)
 
 
+def test_every_rank_gives_memory_back_and_goes_on(two: LeadTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    tell = two._tell
+    monkeypatch.setattr(two, "_tell", lambda method, *more: (told.append(method), tell(method, *more)))
+    create((two,), None)
+    two.release_cache()
+    train(two, BATCHES[0])
+    assert told == ["create_policy", "release_cache"]
+
+
 @pytest.mark.parametrize("lora", KINDS, ids=["full", "lora"])
 def test_scores_come_in_the_order_of_the_data(one: TorchTrainer, two: LeadTrainer, lora: dict[str, Any] | None) -> None:
     create((one, two), lora)

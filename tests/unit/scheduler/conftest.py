@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class LocalLauncher:
         self.use: dict[str, list[GpuUse]] = {}
         self.endpoint = "http://127.0.0.1:1"
         self.calls: list[str] = []
+        self.named: dict[str, dict[str, str]] = {}
+        """By server, what it was told of checkpoints while it ran."""
         self.stopped: dict[str, list[str]] = {}
         """By server, by which marks its processes were looked for."""
         self.asked_for_use: list[Collection[str] | None] = []
@@ -109,6 +111,9 @@ class LocalLauncher:
         if self.save_error is not None:
             raise self.save_error
         self.saved.append(f"{self.servers[server_id].job_id}/{name}")
+
+    async def name_checkpoints(self, server_id: str, starts: Mapping[str, str]) -> None:
+        self.named.setdefault(server_id, {}).update(starts)
 
     async def drive(self, spec: DriverSpec) -> DriverOutcome:
         """`drivers` and `ends` are by job: of the driver that runs now."""

@@ -9,6 +9,7 @@ import pytest
 from opentinker.checkpoint_marks import Marks
 from opentinker.checkpoints import policy_root
 from opentinker.errors import ConfigError, ConflictError, InvalidRequestError, NotFoundError
+from opentinker.scheduler.placement import Node
 from opentinker.scheduler.records import Scope
 from opentinker.scheduler.users import Caller
 
@@ -83,6 +84,50 @@ async def test_what_an_open_job_starts_from_is_not_deleted_until_that_job_has_en
     assert not folder.exists()
     assert await refs(world, source) == []
     assert "checkpoint.delete" in [event["action"] for event in await world.service.users.audit(10)]
+
+
+async def test_a_job_that_runs_comes_to_name_another_ones_checkpoint(world: Any) -> None:
+    source = await ended(world)
+    folder, later = save(source, "step-000002", 2), save(source, "step-000004", 4)
+    job = await world.reach(await submit(world), "RUNNING", "ann")
+    exact = [f"ann/{source['id']}/step-000002@2", f"ann/{source['id']}/step-000004@4"]
+    named = [f"{source['id']}/step-000002", exact[1]]
+    for _ in range(2):  # a retry finds what was done
+        assert await world.service.name_checkpoints("ann", job["id"], named) == exact
+    [told] = world.launcher.named.values()
+    assert told == dict(zip(exact, [str(folder), str(later)], strict=True))
+    assert (await world.service.job("ann", job["id"]))["config"]["checkpoints"] == exact
+    assert Marks(folder.parent, None).holds() == {job["id"]: "step-000002@2", f"{job['id']}~1": "step-000004@4"}
+    with pytest.raises(ConflictError, match=f"step-000004@4 is what job {job['id']} starts from"):
+        await world.service.delete_checkpoint("ann", source["id"], "step-000004@4", ANN)
+    await world.service.cancel("ann", job["id"])
+    await world.service.delete_checkpoint("ann", source["id"], "step-000004@4", ANN)
+
+
+async def test_a_checkpoint_that_is_not_there_not_ones_own_or_does_not_fit_is_not_named_later(world: Any) -> None:
+    world.launcher.cluster = [Node("n1", "here", gpus=0, cpu_slots=3)]
+    source = await ended(world)
+    folder = save(source, "step-000002", 2)
+    address = f"{source['id']}/step-000002"
+    job = await world.reach(await submit(world), "RUNNING", "ann")
+    others = await world.service.submit("bob", {"kind": "interactive", "base_model": "some-model"})
+    narrow = await submit(world, base_model="other-model")
+    for owner, id_, name, error, says in (
+        ("ann", job["id"], f"{source['id']}/step-000009", ConfigError, "has no checkpoint 'step-000009'"),
+        ("ann", job["id"], "step-000002", ConfigError, "not a checkpoint's address"),
+        ("ann", job["id"], "job-00/final", NotFoundError, "no job 'job-00'"),
+        ("bob", job["id"], address, NotFoundError, f"no job '{job['id']}'"),
+        ("bob", (await world.reach(others, "RUNNING", "bob"))["id"], address, NotFoundError, f"no job '{source['id']}'"),
+        ("ann", (await world.reach(narrow, "RUNNING", "ann"))["id"], address, ConfigError, "base model 'some-model'"),
+        ("ann", source["id"], address, ConflictError, "is CANCELLED: it has no server"),
+    ):
+        with pytest.raises(error, match=says):
+            await world.service.name_checkpoints(owner, id_, [name])
+    assert Marks(folder.parent, None).holds() == {}
+    assert world.launcher.named == {}
+    driven = await world.rl()
+    with pytest.raises(ConflictError, match="is of kind 'rl': it loads what its config names"):
+        await world.service.name_checkpoints("admin", driven["id"], [address])
 
 
 async def test_a_tag_protects_and_is_no_way_to_delete(world: Any) -> None:

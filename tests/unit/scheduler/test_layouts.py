@@ -33,6 +33,9 @@ def test_a_tensor_parallel_engine_takes_a_gpu_for_each_part() -> None:
     assert asked(GPUS, {"layout": "split"}, tensor_parallel=2) == (Demand(1), Demand(2))
     inference = parse_job({"kind": "inference", "base_model": "m", "engine": {"tensor_parallel": 4}})
     assert request_of(inference, GPUS) == (Demand(4),)
+    assert asked(GPUS, {}, tensor_parallel=2) == (Demand(2),)
+    assert asked(GPUS, {"gpus": 4}, tensor_parallel=2) == (Demand(4),)
+    assert asked(SLOTS, {}, tensor_parallel=2) == (Demand(cpu_slots=1),)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,25 @@ def test_each_rank_of_a_trainer_has_a_gpu_or_a_cpu_slot() -> None:
         assert "lower trainer.ranks" in caught.value.hint
 
 
+def test_parts_of_an_engine_take_the_gpus_of_the_ranks_and_share_the_threads_of_their_cpu_slots() -> None:
+    gpus, slots = [Node("b", "b", 4, 0)], [Node("a", "a", 0, 2)]
+    for ranks, parts in ((2, 2), (4, 2), (2, 4), (1, 4)):
+        assert demand_of(Resources(), gpus, ranks=ranks, parts=parts) == Demand(gpus=max(ranks, parts))
+    assert demand_of(Resources(), slots, ranks=2, parts=2) == Demand(cpu_slots=2)
+    assert demand_of(Resources(gpus=0), slots, ranks=1, parts=4) == Demand(cpu_slots=1)
+    for ranks, parts, keys in (
+        (1, 8, "lower engine.tensor_parallel"),
+        (8, 1, "lower trainer.ranks"),
+        (8, 2, "lower trainer.ranks and engine.tensor_parallel"),
+    ):
+        with pytest.raises(ConfigError, match="8 GPUs on one node") as caught:
+            demand_of(Resources(), gpus, ranks=ranks, parts=parts)
+        assert caught.value.hint == keys
+    with pytest.raises(ConfigError, match="8 GPUs on one node") as caught:
+        demand_of(Resources(gpus=8), gpus, ranks=2, parts=2)
+    assert "lower resources.gpus" in caught.value.hint
+
+
 def test_a_job_that_can_never_fit_is_refused_with_the_largest_node() -> None:
     with pytest.raises(ConfigError, match="3 GPUs on one node; the largest node of this cluster has 2 GPUs"):
         demand_of(Resources(gpus=3), [Node("a", "a", 2, 0), Node("b", "b", 2, 0)])

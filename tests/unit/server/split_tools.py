@@ -10,7 +10,7 @@ import pytest
 
 from opentinker.client.messages import Datum, FloatArray
 from opentinker.server.buckets import Arrivals, Bucket, BucketAck
-from opentinker.server.carriers import Payload
+from opentinker.server.carriers import Payload, read_probe
 from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import NamedTensors, RolloutEngine, WeightAck
 from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
@@ -44,6 +44,9 @@ class Bucketed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def read_probes(self, payload: Payload) -> Sequence[bytes]:
+        return [read_probe(payload)]
 
     def begin_update(self, update: int) -> None:
         self._arrivals = Arrivals(0, update)

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from opentinker.config.job import parse_job
@@ -79,6 +80,19 @@ def test_a_tensor_parallel_engine_is_vllm_and_shares_the_heads_out_evenly(with_v
     assert caught.value.hint == "take one of 1, 2, 3, 6"
 
 
+def test_a_tensor_parallel_engine_on_fewer_gpus_than_parts_is_refused(
+    with_vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4}))
+    with pytest.raises(ConfigError, match="tensor_parallel=2 takes a GPU for each part, and the engine has 1") as caught:
+        select.create_engine(
+            tmp_path, EngineConfig(tensor_parallel=2, max_model_len=16), "float32", lora=None, stop_token_ids=()
+        )
+    assert "resources.gpus=2" in caught.value.hint
+
+
 def test_a_tensor_parallel_engine_without_vllm_is_refused(without_vllm: None) -> None:
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel=2, but vLLM is not installed"):
         select.resolve_engine_kind(EngineConfig(tensor_parallel=2))
@@ -87,7 +101,17 @@ def test_a_tensor_parallel_engine_without_vllm_is_refused(without_vllm: None) ->
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"engine": {"tensor_parallel": 2}}, "set resources.layout to 'split'"),
+        (
+            {"engine": {"tensor_parallel": 4}, "resources": {"gpus": 2}},
+            "tensor_parallel=4 needs a GPU for each.*set resources.gpus=4",
+        ),
+        ({"engine": {"tensor_parallel": 2}, "resources": {"gpus": 0.5}}, "resources.gpus is 0.5; set resources.gpus=2"),
+        (
+            {"engine": {"tensor_parallel": 2}, "trainer": {"ranks": 4}, "resources": {"gpus": 2}},
+            "trainer.ranks=4 needs a GPU for each.*set resources.gpus=4",
+        ),
+        ({"engine": {"tensor_parallel": 2, "weight_carrier": "nccl"}}, "nccl is between different GPUs.*set it to 'auto'"),
+        ({"kind": "inference", "engine": {"tensor_parallel": 2, "weight_carrier": "ipc"}}, "ipc is between two processes"),
         ({"engine": {"tensor_parallel": 2, "kind": "transformers"}}, "needs kind 'vllm'"),
         (
             {"engine": {"tensor_parallel": 2}, "resources": {"layout": "split", "rollout": {"gpus": 3}}},
@@ -104,6 +128,23 @@ def test_a_tensor_parallel_engine_without_vllm_is_refused(without_vllm: None) ->
 def test_a_layout_that_no_server_has_is_refused_in_words(config: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_job({"kind": "interactive", "base_model": "m", **config})
+
+
+@pytest.mark.parametrize(
+    ("parts", "ranks", "gpus"), [(2, 2, 2), (2, 4, 4), (4, 2, 4), (2, 1, 2), (2, 2, 8), (2, 2, 0), (2, 1, None), (1, 2, 2)]
+)
+def test_parts_of_an_engine_and_ranks_of_its_trainer_share_gpus(parts: int, ranks: int, gpus: int | None) -> None:
+    engine = {"tensor_parallel": parts} | ({"weight_carrier": "ipc"} if parts > 1 else {})
+    job = parse_job(
+        {
+            "kind": "interactive",
+            "base_model": "m",
+            "engine": engine,
+            "trainer": {"ranks": ranks},
+            "resources": {} if gpus is None else {"gpus": gpus},
+        }
+    )
+    assert (job.engine.tensor_parallel, job.trainer_ranks) == (parts, ranks)
 
 
 def test_an_engine_apart_from_its_trainer_has_the_gpu_to_itself() -> None:

@@ -1,13 +1,16 @@
 """An engine that sleeps while its trainer has the GPU: no order of events loses weights, cache or requests in silence."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opentinker.errors import ConflictError, EngineError, TrainerError
+from opentinker.config.server import ServerConfig
+from opentinker.errors import ConflictError, EngineError, ServerLostError, TrainerError
+from opentinker.server import loading
 from opentinker.server.engine.sleeping import Event, Sleep, Sleeper, after
 from opentinker.server.execute import execute
 from opentinker.server.protocol import CommandWork
@@ -117,6 +120,40 @@ def test_a_wake_that_fails_can_be_tried_again_and_room_is_made_before_each() -> 
     memory.fails = False
     sleeper.tell(Event.WAKE)
     assert (sleeper.state, rooms) == (Sleep.AWAKE, ["made", "made"])
+
+
+def test_a_lost_process_is_no_failure_to_sleep_or_to_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: object) -> None:
+        raise ServerLostError("rank 1 of 2 was killed")
+
+    memory, sleeper = asleep()
+    monkeypatch.setattr(memory, "resume", lose)
+    with pytest.raises(ServerLostError, match="rank 1 of 2 was killed"):
+        sleeper.tell(Event.WAKE)
+    assert sleeper.state is Sleep.KEPT
+    sleeper.make_room = lose
+    with pytest.raises(ServerLostError, match="rank 1 of 2 was killed"), sleeper.asleep():
+        raise TrainerError("a rank is gone")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_before_an_engine_wakes_on_several_gpus_each_rank_of_the_trainer_makes_room(
+    parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, rooms = Memory(), list[str]()
+    sleeper = Sleeper(memory, lambda: rooms.append("here"))
+    engine = SimpleNamespace(sleeper=sleeper, max_model_len=64, close=lambda: None)
+    trainer = SimpleNamespace(release_cache=lambda: rooms.append("on every rank"), close=lambda: None)
+    monkeypatch.setattr(loading, "_images", lambda model_dir: None)
+    monkeypatch.setattr(loading, "_engine", lambda *_, **more: engine)
+    monkeypatch.setattr(loading, "_load_trainer", lambda *_: trainer)
+    monkeypatch.setattr(loading, "canary_prompts", lambda *_: ())
+    config = ServerConfig.model_validate({"base_model": "m", "engine": {"tensor_parallel": parts}, "trainer": {"ranks": parts}})
+    loaded = loading.load_parts(Path("m"), config, None, Path("unused"))
+    assert loaded.sleeper is sleeper
+    with sleeper.asleep():
+        assert not rooms
+    assert rooms == ["here" if parts == 1 else "on every rank"]
 
 
 def test_it_sleeps_while_the_trainer_computes_and_wakes_however_that_ends() -> None:

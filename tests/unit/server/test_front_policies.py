@@ -148,6 +148,32 @@ async def test_an_address_that_may_mean_two_checkpoints_is_refused() -> None:
     assert args == [{"folder": "/runs/final@7"}, {"folder": "/runs/best@5"}]
 
 
+async def test_an_address_is_loaded_whole_once_the_scheduler_has_told_its_folder_and_no_folder_is() -> None:
+    worker = Worker()
+    app = create_app(worker, TOKENS, {"base_model": "tiny"}, clock=lambda: 0.0)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+
+    async def load(client: httpx.AsyncClient, seq: int, **args: Any) -> httpx.Response:
+        body = {"seq": seq, "command": "load", "args": args}
+        return await client.post("/v1/policies/alpha/commands?wait_s=5", json=body)
+
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://t", headers=bearer("otp-a")) as client,
+    ):
+        await client.post("/v1/policies/alpha/commands?wait_s=5", json={"seq": 0, "command": "create", "args": SPEC})
+        refused = await load(client, 1, name="job-0a/step-000002")
+        assert refused.status_code == 400
+        assert "is not among those that this job names" in refused.json()["detail"]
+        assert "Job.load" in refused.json()["hint"]
+        assert "unknown argument 'folder'" in (await load(client, 1, folder="/runs/step-000002@2")).json()["detail"]
+        app.state.front.name_checkpoints({"ann/job-0a/step-000002@2": "/runs/step-000002@2"})
+        assert (await load(client, 1, name="job-0a/step-000002")).json()["status"] == "done"
+        assert (await load(client, 2, name="step-000002")).json()["status"] == "done"
+    args = [work.args for work in worker.work if isinstance(work, CommandWork) and work.command == "load"]
+    assert args == [{"folder": "/runs/step-000002@2"}, {"name": "step-000002"}]
+
+
 async def test_without_a_name_the_server_chooses_one() -> None:
     async with serving(Worker()) as client:
         names = {(await create(client, None)).json()["policy"] for _ in range(2)}

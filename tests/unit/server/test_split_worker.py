@@ -272,13 +272,13 @@ def test_an_engine_that_dies_while_it_samples_ends_the_worker_although_the_train
 
 def test_a_bucket_that_the_engine_does_not_take_in_time_is_a_fault_of_the_policy_until_a_publish_succeeds() -> None:
     with split() as server:
-        server.remote._ack_s, server.link.swallows = 0.05, "take_bucket"
+        server.remote._updates._ack_s, server.link.swallows = 0.05, "take_bucket"
         server.submit(publish("p"), sample("x"))
         problem = server.end("p").problem or {}
         assert problem["code"] == "deadline_exceeded"
         assert "did not acknowledge bucket 0 of trainer rank 0" in problem["detail"]
         assert (server.end("x").problem or {})["code"] == "deadline_exceeded"
-        server.remote._ack_s, server.link.swallows = WAIT_S, ""
+        server.remote._updates._ack_s, server.link.swallows = WAIT_S, ""
         server.submit(publish("q"), sample("y"))
         assert version_of(server.end("y")) == server.end("q").result["version"] == 2
 
@@ -286,15 +286,16 @@ def test_a_bucket_that_the_engine_does_not_take_in_time_is_a_fault_of_the_policy
 @pytest.mark.parametrize("shares_memory", [True, False])
 def test_weights_reach_an_engine_on_this_machine_and_on_another(shares_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not shares_memory:
-        monkeypatch.setattr("opentinker.server.engine.host.read_probe", lambda payload: b"")
+        monkeypatch.setattr(Bucketed, "read_probes", lambda self, payload: [b""])
     with split() as server:
         for number in (1, 2):
             server.submit(publish(f"p{number}"), sample(f"s{number}"))
             assert server.end(f"p{number}").result["parameters"] == 3
             assert version_of(server.end(f"s{number}")) == number
         kind = SharedCarrier if shares_memory else InlineCarrier
-        assert server.remote._way is not None
-        assert [type(carrier) for carrier in server.remote._way.carriers()] == [kind, kind]
+        way = server.remote._updates.way
+        assert way is not None
+        assert [type(carrier) for carrier in way.carriers()] == [kind, kind]
 
 
 def test_a_method_that_no_engine_has_is_refused() -> None:

@@ -29,6 +29,8 @@ from opentinker.server.engine.base import WeightAck
 from opentinker.server.engine.host import BucketEngine, EngineHost, HostedEngine
 from opentinker.server.engine.model_weights import ModelWeights
 from opentinker.server.engine.remote import RemoteEngine
+from opentinker.server.engine.vllm_ranks import Beside
+from opentinker.server.updates import Updates
 from opentinker.server.ways import Wish, kinds_to_try
 
 RANKS = 2
@@ -149,7 +151,7 @@ def connected(gpu: Gpu, wish: Wish = "auto") -> Iterator[tuple[RemoteEngine, Two
     host = EngineHost(lambda: HostedEngine(cast(BucketEngine, engine)))
     info = replace(host.start(START_S), device="cuda")
     remote = RemoteEngine(PickledLink(host), info, bucket_bytes=300, device="cuda", weight_carrier=wish)
-    remote._device = torch.device("cpu")
+    remote._updates._device = torch.device("cpu")
     try:
         yield remote, engine
     finally:
@@ -158,8 +160,9 @@ def connected(gpu: Gpu, wish: Wish = "auto") -> Iterator[tuple[RemoteEngine, Two
 
 
 def kind_of(remote: RemoteEngine) -> str:
-    assert remote._way is not None
-    return remote._way.kind
+    way = remote._updates.way
+    assert way is not None
+    return way.kind
 
 
 def assert_arrived(engine: TwoRanks) -> None:
@@ -186,6 +189,16 @@ def test_weights_stay_on_gpus_where_both_ends_are_unless_the_config_says_otherwi
     assert kinds_to_try(wish, trainer, engine) == kinds
 
 
+@pytest.mark.parametrize(
+    ("wish", "device", "kinds"),
+    [("auto", "cuda", ("ipc", "host")), ("ipc", "cuda", ("ipc",)), ("host", "cuda", ("host",)), ("auto", "cpu", ("host",))],
+)
+def test_nothing_is_broadcast_to_an_engine_on_the_trainers_own_gpus(wish: Wish, device: str, kinds: tuple[str, ...]) -> None:
+    assert kinds_to_try(wish, device, device, shared=True) == kinds
+    with pytest.raises(ConfigError, match="nccl is between different GPUs; this trainer and its engine share theirs"):
+        kinds_to_try("nccl", device, device, shared=True)
+
+
 def test_a_way_between_gpus_is_refused_where_an_end_has_none() -> None:
     with pytest.raises(ConfigError, match="weight_carrier=nccl is between GPUs; the trainer is on cuda, the engine on cpu"):
         kinds_to_try("nccl", "cuda", "cpu")
@@ -204,6 +217,60 @@ def test_memory_that_every_rank_reads_carries_the_weights_and_each_export_is_ope
         assert kind_of(remote) == "ipc"
         assert len(gpu.opened) == len(set(gpu.opened)), "torch counts one opening for each export"
         assert gpu.groups == 0
+
+
+@contextmanager
+def in_this_process(gpu: Gpu, wish: Wish = "auto") -> Iterator[tuple[Updates, TwoRanks]]:
+    """An engine that only its ranks' processes are apart from, as the colocated layout has it."""
+    engine = TwoRanks(gpu)
+    beside = Beside(engine)
+    updates = Updates(beside, RANKS, torch.device("cpu"), kinds_to_try(wish, "cuda", "cuda", shared=True), bucket_bytes=300)
+    yield updates, engine
+    updates.close()
+    beside.close()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_weights_reach_ranks_beside_the_trainer_by_its_gpus_memory_or_the_hosts(
+    shares: bool, gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.shares = shares
+    with caplog.at_level(logging.INFO), in_this_process(gpu) as (updates, engine):
+        for version in (1, 2):
+            ack = updates.send(WEIGHTS.items(), version)
+            assert ack.digests == {name: tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
+            assert_arrived(engine)
+        assert updates.way is not None
+        assert updates.way.kind == ("ipc" if shares else "host")
+        assert len(gpu.opened) == len(set(gpu.opened))
+        assert gpu.groups == 0
+    assert ("cannot read the trainer's GPU memory" in caplog.text) is not shares
+
+
+def test_a_rank_beside_the_trainer_that_takes_no_bucket_ends_the_update_in_time(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = threading.Event()
+    with in_this_process(gpu) as (updates, engine):
+        updates._ack_s = 0.05
+        monkeypatch.setattr(engine, "take_bucket", lambda *_: free.wait())
+        with pytest.raises(DeadlineError, match=r"did not acknowledge bucket 0 of trainer rank 0 .* within 0\.05 s"):
+            updates.send(WEIGHTS.items(), 1)
+        assert updates.way is None, "a rank may still be reading there"
+        free.set()
+
+
+def test_an_update_without_way_or_end_is_none_for_ranks_beside_the_trainer(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.shares = False
+    with in_this_process(gpu, "ipc") as (updates, engine):
+        with pytest.raises(WeightSyncError, match="do not reach the engine, ipc"):
+            updates.send(WEIGHTS.items(), 1)
+        assert engine.updates == 0, "nothing was begun"
+        gpu.shares = True
+        finish = engine.finish_update
+        monkeypatch.setattr(engine, "finish_update", lambda version, counts: finish(version, counts)[:1])
+        with pytest.raises(WeightSyncError, match="1 engine ranks ended the update, not 2"):
+            updates.send(WEIGHTS.items(), 1)
 
 
 def test_a_broadcast_carries_them_where_memory_cannot_be_mapped_and_its_group_is_made_once(gpu: Gpu) -> None:
@@ -268,7 +335,7 @@ def test_bytes_that_change_on_the_way_are_an_error_and_the_next_update_has_a_new
         assert remote.version == 0
         assert gpu.closed == 1
         gpu.broken = False
-        remote.call("read_probe", ways.Probe().payload)  # behind all buckets of the update that failed
+        remote.call("read_probes", ways.Probe().payload)  # behind all buckets of the update that failed
         assert gpu.sent.empty(), "a bucket that was refused was not received, and its broadcast would wait for ever"
         remote.update_weights(WEIGHTS.items(), 2)
         assert_arrived(engine)
@@ -411,7 +478,7 @@ def test_a_broadcast_that_a_rank_does_not_come_to_ends_in_time_though_the_rank_s
 ) -> None:
     group, free = Waiting(gpu, 0), threading.Event()
     with broadcasting(gpu, group, monkeypatch) as (remote, engine):
-        remote._ack_s = 0.05
+        remote._updates._ack_s = 0.05
         monkeypatch.setattr(engine, "take_bucket", lambda *_: free.wait())
         with pytest.raises(DeadlineError, match=r"did not come for a bucket within 0\.05 s"):
             remote.update_weights(WEIGHTS.items(), 1)

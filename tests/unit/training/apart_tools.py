@@ -18,6 +18,7 @@ from opentinker.multiagent.coordination.member import Member
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import RoundRobin
 from opentinker.training.agents import AgentsLoop
+from opentinker.training.book import CheckpointBook
 from opentinker.training.recorder import Recorder
 
 
@@ -83,9 +84,16 @@ class Drivers:
         found: RLJobConfig = self._make_config(**given)
         return found
 
-    async def connect(self, name: str, steps: Sequence[int] = (), resume_at: int | None = None, **changes: Any) -> AgentsLoop:
+    async def connect(
+        self,
+        name: str,
+        steps: Sequence[int] = (),
+        resume_at: int | None = None,
+        book: CheckpointBook | None = None,
+        **changes: Any,
+    ) -> AgentsLoop:
         config = self.config(name, **changes)
-        recorder = Recorder(self._folder / name, config.model_dump(mode="json"), resume_at=resume_at)
+        recorder = Recorder(self._folder / name, config.model_dump(mode="json"), resume_at=resume_at, checkpoints=book)
         environment = load_environment(self._environment)
         return await AgentsLoop.connect(config, environment, self.policies[name], recorder, steps=steps)
 

@@ -165,6 +165,7 @@ class BanditPolicy:
 
     async def load(self, name: str) -> dict[str, Any]:
         self.calls.append(f"load {name}")
+        name = name.rpartition("/")[2].partition("@")[0]
         self.logits = self.saved[name].copy()
         self.version += 1
         return {"version": self.version, "driver": self.drivers.get(name)}

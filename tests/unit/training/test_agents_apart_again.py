@@ -1,6 +1,7 @@
 """Drivers of different agents that were killed go on together."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from opentinker.config.base import parse_config
 from opentinker.config.job import RLJobConfig
 from opentinker.errors import AgentLostError, ConflictError, DeadlineError, ServerLostError
 from opentinker.training.agents import AgentsLoop
+from opentinker.training.own_run import OwnRun, Resume, policy_places
 
 
 async def test_drivers_that_were_killed_go_on_from_the_newest_step_that_all_have(make_drivers, here) -> None:
@@ -37,6 +39,44 @@ async def test_drivers_that_were_killed_go_on_from_the_newest_step_that_all_have
     assert [loop.steps_done for loop in loops] == [6, 6]
     for loop in loops:
         assert [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_step"] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_drivers_of_users_processes_go_on_in_other_jobs_from_a_step_that_all_their_folders_know(
+    make_drivers, here, tmp_path
+) -> None:
+    drivers = make_drivers(training={"save_every": 2, "optimizer": {"learning_rate": 2.0}})
+
+    def runs(job: str, resume: Resume = False) -> dict[str, OwnRun]:
+        found = {}
+        for name in Digits.agents:
+            config = drivers.config(name)
+            found[name] = OwnRun(tmp_path / name, config.model_dump(mode="json"), resume)
+            found[name].begin("ann", f"{job}{name[0]}", policy_places(config))
+        return found
+
+    async def drive(own: dict[str, OwnRun], count: int) -> list[AgentsLoop]:
+        found = own.items()
+        steps = {name: {"steps": run.steps, "resume_at": run.resume_at} for name, run in found}
+        return await asyncio.gather(*(drivers.drive(name, count, book=run, **steps[name]) for name, run in found))
+
+    async with meeting(Digits) as place:
+        here(place)
+        await drive(runs("job-0"), 4)
+        learnt = {name: policy.logits.copy() for name, policy in drivers.policies.items()}
+        record = tmp_path / "white" / "resume.json"
+        state = json.loads(record.read_text())
+        assert [saved["step"] for saved in state["checkpoints"]] == [2, 4]
+        del state["checkpoints"][-1]  # it was killed before it had noted the last one
+        record.write_text(json.dumps(state))
+        loops = await drive(runs("job-1", True), 2)
+    for loop, (name, policy) in zip(loops, drivers.policies.items(), strict=True):
+        assert f"load ann/job-0{name[0]}/step-000002@2" in policy.calls
+        assert np.array_equal(policy.logits, learnt[name])
+        assert [row["step"] for row in loop._recorder.rows if row["kind"] == "agents_step"] == [1, 2, 3, 4]
+        jobs = [
+            address.split("/")[1] for address in OwnRun(tmp_path / name, loop.config.model_dump(mode="json"), True).addresses
+        ]
+        assert jobs == [f"job-0{name[0]}", f"job-1{name[0]}"]
 
 
 @pytest.mark.parametrize("recorded", [(), ("black",), ("black", "white")])

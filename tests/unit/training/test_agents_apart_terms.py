@@ -107,7 +107,8 @@ def test_the_drivers_that_the_page_shows_agree(tmp_path) -> None:
     exec(python, {"ot": SimpleNamespace(**parts), "client": SimpleNamespace(create_job=lambda **_: None)})
     steps, url = given.pop("steps"), given.pop("environment")
     given["coordinator"] = given["coordinator"].model_copy(update={"url": url})  # as the environment's, which is here a class
-    job: Any = SimpleNamespace(id="job-1", config=InteractiveJobConfig(base_model="m", lora=ot.LoraConfig(rank=4)))
+    hosted = InteractiveJobConfig(base_model="m", lora=ot.LoraConfig(rank=4))
+    job: Any = SimpleNamespace(id="job-1", record={"owner": "ann"}, config=hosted)
     made = ot.MultiAgentTrainer(job, Digits, given.pop("agents"), run_dir=tmp_path, progress=False, **given)  # type: ignore[arg-type]
     config = yaml.safe_load(yaml_)
     white = parse_config(RLJobConfig, {"base_model": "m", "lora": {"rank": 4}} | config)

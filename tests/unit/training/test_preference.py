@@ -87,7 +87,7 @@ class Bytes:
 
     async def save(self, name: str, **_: Any) -> dict[str, Any]:
         self.calls.append(f"save {name}@{self.version}")
-        return {"path": f"/checkpoints/{name}"}
+        return {"path": f"/checkpoints/{name}", "version": self.version}
 
     async def load(self, name: str) -> dict[str, Any]:
         self.calls.append(f"load {name}")
@@ -264,13 +264,15 @@ async def test_pairs_that_are_all_too_long_end_the_job(fresh: Bytes, tmp_path: P
 class MemoryJob:
     """As much of a `Job` as a trainer uses."""
 
-    id = "job-1"
-
-    def __init__(self, policy: Bytes, head: str = "lm") -> None:
+    def __init__(self, policy: Bytes, head: str = "lm", number: int = 1) -> None:
         from opentinker.client.sync import SyncRunner
 
+        self.id, self.record = f"job-{number}", {"owner": "ann"}
         self.config = InteractiveJobConfig.model_validate({"base_model": "bytes", "head": head})
         self._sync, self._policy = SyncRunner(), policy
+
+    def name_checkpoints(self, addresses: list[str]) -> list[str]:
+        return addresses
 
     def run(self, work: Any) -> Any:
         async def call() -> Any:
@@ -296,6 +298,28 @@ def test_from_python_rows_train_a_policy_that_goes_on_learning(policy: Any, tmp_
     second = trainer.fit(steps=4)
     assert (first["accuracy_before"], second["steps"], second["accuracy_after"]) == (0.5, 6, 1.0)
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == second
+
+
+def test_a_run_from_python_goes_on_with_the_reference_that_it_began_with(policy: Any, tmp_path: Path) -> None:
+    """Its policy had learnt something before, which no config says: the base model is not its reference."""
+    rows = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b"} for i in range(8)]
+    taught = Bytes(policy.files, start=3.0)
+
+    def trainer(number: int, rows: Any = rows, **options: Any) -> ot.PreferenceTrainer:
+        job = MemoryJob(taught, number=number)
+        return ot.PreferenceTrainer(job, rows, batch_size=2, save_every=1, progress=False, **options)  # type: ignore[arg-type]
+
+    trainer(1, run_dir=tmp_path / "whole").fit(4)
+    whole, taught = taught, Bytes(policy.files, start=3.0)
+    trainer(1, run_dir=tmp_path / "run").fit(2)
+    with pytest.raises(ConfigError, match=r"^train: the run in .* was given 8 rows, sha256 .*, and now it is 7 rows"):
+        trainer(2, rows[:7], run_dir=tmp_path / "run", resume=True)
+    assert trainer(2, run_dir=tmp_path / "run", resume=True).fit(4)["steps"] == 4
+    assert "load ann/job-1/step-000002@2" in taught.calls
+    assert (taught.batches, taught.references) == (whole.batches, whole.references)
+    (tmp_path / "run" / FILE).unlink()
+    with pytest.raises(CheckpointError, match="reference logprobs"):
+        trainer(3, run_dir=tmp_path / "run", resume=True).fit(6)
 
 
 def test_a_loss_that_the_jobs_head_cannot_have_is_refused(fresh: Bytes) -> None:

@@ -73,7 +73,7 @@ class Unigram:
     async def save(self, name: str, *, driver: Any = None, keep_last: int | None = None) -> dict[str, Any]:
         self.driver = driver
         self.calls.append(f"save {name}@{self.version}")
-        return {"path": f"/checkpoints/{name}"}
+        return {"path": f"/checkpoints/{name}", "version": self.version}
 
     async def load(self, name: str) -> dict[str, Any]:
         self.calls.append(f"load {name}")

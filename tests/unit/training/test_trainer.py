@@ -1,9 +1,10 @@
 """The synchronous face, on a job whose policy lives in memory."""
 
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -11,20 +12,27 @@ import opentinker as ot
 from opentinker.client.sync import SyncRunner
 from opentinker.config.base import parse_config
 from opentinker.config.job import InteractiveJobConfig
-from opentinker.errors import ConfigError, EnvironmentLoadError
+from opentinker.errors import CheckpointError, ConfigError, EnvironmentLoadError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import Simultaneous
+from opentinker.training.recorder import standing_rows
 from opentinker.training.sinks import select
 
 
 class MemoryJob:
     """As much of a `Job` as a trainer uses."""
 
-    def __init__(self, policy: Any) -> None:
-        self.id = "job-1"
+    def __init__(self, policy: Any, number: int = 1) -> None:
+        self.id = f"job-{number}"
+        self.record = {"owner": "ann"}
+        self.named: list[str] = []
         self.config = InteractiveJobConfig(base_model="bandit", lora=ot.LoraConfig(rank=4), seed=5)
         self.sync = SyncRunner()
         self._policy = policy
+
+    def name_checkpoints(self, addresses: Sequence[str]) -> list[str]:
+        self.named += addresses
+        return list(addresses)
 
     def run(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         async def call() -> Any:
@@ -44,6 +52,7 @@ def job(policy) -> Iterator[MemoryJob]:
 def make_trainer(job, seven, tmp_path) -> Callable[..., ot.RLTrainer]:
     def make(**changes: Any) -> ot.RLTrainer:
         arguments = {
+            "job": job,
             "environment": seven,
             "algorithm": ot.GRPO(group_size=8),
             "optimizer": ot.AdamParams(learning_rate=2.0),
@@ -51,7 +60,7 @@ def make_trainer(job, seven, tmp_path) -> Callable[..., ot.RLTrainer]:
             "rollout": ot.RolloutConfig(groups_per_step=8, max_turns=1),
             "run_dir": tmp_path / "run",
         }
-        return ot.RLTrainer(job, **(arguments | changes))
+        return ot.RLTrainer(**(arguments | changes))
 
     return make
 
@@ -209,3 +218,138 @@ def test_a_sink_that_is_not_known_or_not_installed_is_refused_before_anything_ru
     with pytest.raises(ConfigError, match="'tensorboard' needs the package tensorboard"):
         make_trainer(sinks=["tensorboard"])
     assert not (tmp_path / "run").exists()
+
+
+class Killed(BaseException):
+    """Nothing in a driver tidies up after it, as after SIGKILL."""
+
+
+@pytest.fixture
+def cut(make_trainer, seven, policy, tmp_path) -> Callable[..., Any]:
+    """Begins a run of 7 steps that dies within the `dies`-th; what was it given besides."""
+
+    class Mortal(seven):
+        deadline = 0
+
+        @classmethod
+        def make_task(cls, seed: int) -> Any:
+            if policy.version >= Mortal.deadline:
+                raise Killed
+            return super().make_task(seed)
+
+    Mortal.__name__ = "Seven"
+
+    def begin(dies: int, **changes: Any) -> ot.RLTrainer:
+        Mortal.deadline = dies - 1
+        trainer = make_trainer(environment=Mortal, progress=False, **changes)
+        with pytest.raises(Killed):
+            trainer.fit(7)
+        return trainer
+
+    return begin
+
+
+def steps_of(folder: Any) -> list[int]:
+    return [row["step"] for row in standing_rows(map(json.loads, open(folder / "metrics.jsonl"))) if row["kind"] == "step"]
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_run_that_was_killed_goes_on_in_another_job_as_if_it_had_not_been(
+    make_trainer, cut, policy, tmp_path, resume: Any
+) -> None:
+    make_trainer(run_dir=tmp_path / "whole", progress=False).fit(7)
+    whole = policy.logits.copy()
+    policy.__init__()
+    cut(6, save_every=2)
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5]
+    policy.logits[:] = 9.0  # the new job's policy is another one
+    next_job = MemoryJob(policy, 2)
+    trainer = make_trainer(job=next_job, resume=resume, save_every=2, progress=False)
+    assert next_job.named == ["ann/job-1/step-000002@2", "ann/job-1/step-000004@4"]
+    assert trainer.steps_done == 4
+    assert trainer.fit(7)["steps"] == 7
+    assert "load ann/job-1/step-000004@4" in policy.calls
+    assert np.array_equal(policy.logits, whole)
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7]
+    assert trainer.fit(1)["steps"] == 8, "from here on steps are further ones"
+    next_job.sync.close()
+
+
+def test_a_program_that_is_run_again_does_what_is_left_of_its_steps(make_trainer, cut, policy) -> None:
+    cut(6, save_every=1)
+    trainer = make_trainer(resume=True, save_every=1, progress=False)
+    trained = policy.calls.count("train_step")
+    assert trainer.fit(2)["steps"] == 5, "the program's first two steps were done before"
+    assert policy.calls.count("train_step") == trained
+    assert trainer.fit(3)["steps"] == 5
+    assert trainer.fit(4)["steps"] == 9
+
+
+def test_auto_begins_where_nothing_was_saved_and_true_does_not(make_trainer, cut, policy, tmp_path) -> None:
+    cut(2, save_every=3)
+    with pytest.raises(ConfigError, match="holds a run without a checkpoint"):
+        make_trainer(resume=True, save_every=3)
+    policy.__init__()
+    trainer = make_trainer(resume="auto", save_every=3, progress=False)
+    assert trainer.fit(3)["steps"] == 3
+    assert steps_of(tmp_path / "run") == [1, 2, 3]
+    assert make_trainer(resume="auto", save_every=3, run_dir=tmp_path / "new", progress=False).fit(1)["steps"] == 1
+
+
+def test_what_cannot_be_resumed_is_said_at_once(make_trainer, cut, job, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="which run is to go on") as caught:
+        make_trainer(resume=True, run_dir=None)
+    assert "run_dir=" in caught.value.hint
+    with pytest.raises(ConfigError, match="with save_every=0 there will be none"):
+        make_trainer(resume="auto")
+    cut(4, save_every=1)
+    with pytest.raises(ConfigError, match="holds another run") as caught:
+        make_trainer()
+    assert "resume=True" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"^algorithm.group_size: the run in .* has 8, and now it is 4"):
+        make_trainer(resume=True, algorithm=ot.GRPO(group_size=4))
+    with pytest.raises(ConfigError, match=r"^train_tasks: the run in .* was given nothing to compare, and now it is 1 rows"):
+        make_trainer(resume=True, train_tasks=[{"question": 1}])
+
+    def gone(addresses: Sequence[str]) -> list[str]:
+        raise ConfigError(f"checkpoints.0: job job-1 has no checkpoint '{addresses[0]}'", hint="it has none")
+
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
+    job.name_checkpoints = gone
+    for resume in (True, "auto"):
+        with pytest.raises(CheckpointError, match=r"cannot go on from its last checkpoints: .* has no checkpoint"):
+            make_trainer(resume=resume, save_every=1)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == rows
+
+
+def test_a_checkpoint_that_does_not_load_is_an_error_and_can_be_tried_again(make_trainer, cut, policy) -> None:
+    cut(4, save_every=2)
+    trainer = make_trainer(resume=True, progress=False)
+    kept = policy.saved.pop("step-000002")
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            trainer.fit(7)
+    policy.saved["step-000002"] = kept
+    assert trainer.fit(7)["steps"] == 7
+
+
+def test_a_run_that_goes_on_is_the_same_run_to_its_sinks(make_trainer, cut, monkeypatch) -> None:
+    opened: list[tuple[str, bool]] = []
+
+    class Told:
+        def __init__(self, config: Any, run: Any) -> None:
+            opened.append((run.id, run.resumed))
+
+        def log(self, step: int, values: Any) -> None:
+            return
+
+        def close(self) -> None:
+            return
+
+    monkeypatch.setitem(select._OPEN, "wandb", Told)
+    monkeypatch.setattr(select, "find_spec", lambda package: package)
+    sinks = [{"kind": "wandb", "project": "p"}]
+    cut(4, save_every=2, sinks=sinks)
+    make_trainer(resume=True, progress=False, sinks=sinks).fit(7)
+    assert [resumed for _, resumed in opened] == [False, True]
+    assert len({id_ for id_, _ in opened}) == 1

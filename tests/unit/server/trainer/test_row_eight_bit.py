@@ -1,4 +1,4 @@
-"""8-bit moments on several ranks are the bytes that one rank would have, wherever the rows are cut."""
+"""8-bit moments on several ranks are the bytes that one rank would have, wherever the rows are cut, and the pieces of them."""
 
 from dataclasses import dataclass, field
 from typing import cast
@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from opentinker.server.trainer.eight_bit import BLOCK, Quantized
 from opentinker.server.trainer.ranks import Ranks, rows_of
 from opentinker.server.trainer.row_eight_bit import QuantizedRows
+from opentinker.server.trainer.state_plan import Piece
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -19,6 +22,7 @@ class FakeRank:
     rank: int
     count: int
     expected: torch.Tensor
+    device: torch.device = CPU
     seen: list[torch.Tensor] = field(default_factory=list)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,9 +48,32 @@ def test_rows_on_any_number_of_ranks_are_one_ranks_bytes(rows: int, width: int, 
         assert not part.get().any()
         part.put(own)
         parts.append(part)
+    shared = parts[0].shared
+    assert [part.shared for part in parts] == [shared] * count
+    assert [len(rank.seen) for rank in ranks] == [int(shared)] * count  # they agree on the scales only where they have to
+    for part in parts:
+        assert torch.equal(part.all_scales(), whole.scales)
+        assert torch.equal(part.scales, part.own_scales(whole.scales))
     assert torch.equal(torch.stack([rank.seen[0] for rank in ranks]).amax(0), whole.scales)
     codes = torch.cat([part.codes.reshape(-1) for part in parts])
     assert torch.equal(codes, whole.codes.reshape(-1)[: values.numel()])
     assert torch.equal(torch.cat([part.get() for part in parts]), whole.get())
     assert all(part.codes.nbytes <= -(-rows // count) * width for part in parts)
     assert whole.codes.shape[1] == BLOCK
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_pieces_of_rows_that_share_no_block_are_stepped_alone(rows: int, blocks: int, count: int, signed: bool) -> None:
+    values = torch.randn(rows, blocks * BLOCK, generator=torch.Generator().manual_seed(rows)).abs_()
+    for rank in (FakeRank(rank, count, torch.empty(0)) for rank in range(count)):
+        own = rank.rows(values)
+        whole, cut = (QuantizedRows(own, values.shape, cast(Ranks, rank), signed=signed) for _ in range(2))
+        assert not whole.shared
+        whole.put(own)
+        for start in range(0, own.numel(), 2 * BLOCK):
+            piece = Piece("w", start, min(start + 2 * BLOCK, own.numel()))
+            codes, scales = cut.codes[piece.start : piece.stop], cut.scales[piece.start // BLOCK : -(-piece.stop // BLOCK)]
+            cut.part(piece, codes, scales).put(own.reshape(-1)[piece.start : piece.stop])
+        assert torch.equal(cut.codes, whole.codes)
+        assert torch.equal(cut.scales, whole.scales)
+        assert rank.seen == []

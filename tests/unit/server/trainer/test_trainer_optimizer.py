@@ -15,6 +15,7 @@ from opentinker.server.trainer.budget import MemoryBudget
 from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.ranks import Ranks, rows_of
 from opentinker.server.trainer.row_optimizer import RowOptimizer
+from opentinker.server.trainer.state_plan import device_bytes
 
 PARAMS = AdamParams(learning_rate=0.01, weight_decay=0.1, max_grad_norm=None)
 
@@ -194,3 +195,39 @@ def test_gradients_that_are_whole_on_every_rank_need_room_on_each(ranks: int, ne
     budget.check_state([layer, head], needed, ranks, [head])
     with pytest.raises(TooLargeError, match="to train all parameters"):
         budget.check_state([layer, head], needed - 1, ranks, [head])
+
+
+@pytest.mark.parametrize(("optimizer", "state"), [("adamw", 12), ("adamw_8bit", 6)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_state_in_the_hosts_memory_needs_room_there_and_its_stream_on_the_device(
+    ranks: int, optimizer: str, state: int
+) -> None:
+    layers = [nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16)) for _ in range(3)]
+    budget = MemoryBudget(TrainerConfig.model_validate({"optimizer": optimizer, "optimizer_state": "host"}))
+    device, host = 4 * 6000 / ranks + device_bytes(6000 / ranks), state * 6000
+    budget.check_state(layers, device, ranks, host=host)
+    with pytest.raises(TooLargeError, match="beside the model"):
+        budget.check_state(layers, device - 1, ranks, host=host)
+    with pytest.raises(TooLargeError, match="in the host's memory"):
+        budget.check_state(layers, device, ranks, host=host - 1)
+    both = device + host / ranks  # without a GPU it is the same memory
+    budget.check_state(layers, both, ranks)
+    with pytest.raises(TooLargeError, match="beside the model"):
+        budget.check_state(layers, both - 1, ranks)
+
+
+def test_who_has_no_room_on_the_device_hears_of_the_hosts() -> None:
+    layers, budget = [nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))], MemoryBudget(TrainerConfig())
+    with pytest.raises(TooLargeError, match="optimizer_state=host"):
+        budget.check_state(layers, 1, host=1e9)
+    for host in (None, 1):
+        with pytest.raises(TooLargeError) as refused:
+            budget.check_state(layers, 1, host=host)
+        assert "optimizer_state" not in refused.value.hint
+
+
+def test_the_hosts_memory_is_other_memory_than_a_gpus_only() -> None:
+    budget = MemoryBudget(TrainerConfig(), lambda device: {"cpu": 7, "cuda": 3}[device.type])
+    assert budget.other_free(torch.device("cpu")) is None
+    assert budget.other_free(torch.device("cuda")) == 7
+    assert MemoryBudget(TrainerConfig(), lambda device: None).other_free(torch.device("cuda")) == float("inf")
