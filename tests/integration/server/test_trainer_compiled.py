@@ -42,9 +42,9 @@ def test_loss_and_gradients_are_those_of_plain_layers_and_packs_of_any_length_us
 
 def test_without_a_compiler_the_error_says_what_is_missing(tiny_model_dir: Path) -> None:
     # pytest's monkeypatch would leave the setting deleted for whatever compiles next.
-    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler") as caught:
-            make_trainer(tiny_model_dir, compile=True)
+    missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(ConfigError, match=r"needs a C\+\+ compiler") as caught:
+        make_trainer(tiny_model_dir, compile=True)
     assert "install g++" in caught.value.hint
 
 
