@@ -42,11 +42,15 @@ class Trend:
         self.best = value if self.best is None else max(self.best, value)
         self._last, self._variance = value, variance
         if self._plateau is not None and self._since_best >= self._plateau:
-            return Verdict(f"{self._name} has not risen above {self.best:.3f} in {self._since_best} {self._unit}", final=True)
+            return Verdict(f"{self._name} has not risen above {self.best:.3f} in {self._many(self._since_best)}", final=True)
         if self._limit is not None and self._falls >= self._limit:
             self._falls, fallen = 0, self._falls
-            return Verdict(f"{self._name} has fallen {fallen} {self._unit} in a row, to {value:.3f}", final=False)
+            return Verdict(f"{self._name} has fallen {self._many(fallen)} in a row, to {value:.3f}", final=False)
         return None
+
+    def _many(self, count: int) -> str:
+        noun, _, rest = self._unit.partition(" ")
+        return f"{count} {noun}{'' if count == 1 else 's'} {rest}".rstrip()
 
     def state(self) -> dict[str, Any]:
         """What `restore` takes."""

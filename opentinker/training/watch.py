@@ -16,10 +16,10 @@ class Watch:
         self._metric = metric
         trains = config.score == "training"
         limits = (None, None) if trains else (config.plateau, config.falls)
-        self._evaluations = Trend(*limits, (metric or "the held-out score") + whose, "evaluations")
+        self._evaluations = Trend(*limits, (metric or "the held-out score") + whose, "evaluation")
         self._windows = Windows(config.window)
         self._training = (
-            Trend(config.plateau, config.falls, f"the training reward{whose}", f"windows of {config.window} steps")
+            Trend(config.plateau, config.falls, f"the training reward{whose}", f"window of {config.window} steps")
             if trains
             else None
         )

@@ -185,14 +185,14 @@ def test_the_training_of_the_named_agent_counts_or_the_mean_over_those_who_learn
             saved = json.loads(json.dumps(watch.state()))
             watch.restore(saved)
             found[name] += watch.row(agents_step(**rewards))
-    fallen = Verdict("the training reward of 'black' has fallen 1 windows of 2 steps in a row, to 0.500", False)
+    fallen = Verdict("the training reward of 'black' has fallen 1 window of 2 steps in a row, to 0.500", False)
     assert found["black"] == [(fallen, ("black",))]
     assert found[""] == [], "the mean was 0.3 and 0.5"
     watch = watches[""]
     for rewards in [{"black": 0.0, "white": 0.1}] * 3:
         found[""] += watch.row(agents_step(**rewards))
     ((verdict, concerned),) = found[""]
-    assert verdict.reason == "the training reward (mean of black, white) has fallen 1 windows of 2 steps in a row, to 0.175"
+    assert verdict.reason == "the training reward (mean of black, white) has fallen 1 window of 2 steps in a row, to 0.175"
     assert concerned == (), "all learn more slowly"
 
 

@@ -210,14 +210,25 @@ async def test_a_run_without_held_out_tasks_stops_by_its_training(policy, make_c
     assert loop.steps_done == 8
 
 
-async def test_a_stop_by_evaluations_needs_held_out_tasks(policy, make_config, recorder) -> None:
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"training": {"stop": {"falls": 3}}},
+            r"falls counts evaluations, and .* no held-out tasks .set training.stop.score to",
+        ),
+        ({"evaluation": {"keep_best": True}}, r"keep_best saves the best of the evaluations, and there are no held-out tasks"),
+    ],
+)
+async def test_what_goes_by_evaluations_needs_held_out_tasks(policy, make_config, recorder, changes, match) -> None:
     class Unheld(Sinking):
         @classmethod
         def held_out_tasks(cls) -> list[int]:
             return []
 
-    config = make_config(evaluation={"every": 1, "at_start": False}, training={"stop": {"falls": 3}})
-    with pytest.raises(ConfigError, match=r"falls counts evaluations, and .* no held-out tasks .set training.stop.score to"):
+    evaluation = {"every": 1, "at_start": False, **changes.get("evaluation", {})}
+    config = make_config(evaluation=evaluation, training=changes.get("training", {}))
+    with pytest.raises(ConfigError, match=match):
         await (await RLLoop.connect(config, Unheld, policy, recorder)).run(1)
     assert not recorder.rows, "before anything is played"
 
