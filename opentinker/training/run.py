@@ -264,7 +264,7 @@ class _Run:
             loop: Loop | None = None
             try:
                 loop = await connect(client, self._recorder)
-                with going_on(self.folder) if self._own is not None else nullcontext():
+                with going_on(self.folder) if self._own and self._step is not None else nullcontext():
                     await loop.resume(self._step or 0)
                 await loop.run(self._steps - loop.steps_done)
                 return str((await loop.save("final"))["path"])
