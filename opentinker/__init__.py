@@ -52,7 +52,8 @@ if TYPE_CHECKING:
         Table,
         Turn,
     )
-    from opentinker.training.trainer import MultiAgentTrainer, PreferenceTrainer, RLTrainer, SFTTrainer
+    from opentinker.training.examples_trainer import PreferenceTrainer, SFTTrainer
+    from opentinker.training.trainer import MultiAgentTrainer, RLTrainer
 
 _HOMES = {
     "opentinker.client.client": ("Client", "Job"),
@@ -89,7 +90,8 @@ _HOMES = {
         "Table",
         "Turn",
     ),
-    "opentinker.training.trainer": ("MultiAgentTrainer", "PreferenceTrainer", "RLTrainer", "SFTTrainer"),
+    "opentinker.training.examples_trainer": ("PreferenceTrainer", "SFTTrainer"),
+    "opentinker.training.trainer": ("MultiAgentTrainer", "RLTrainer"),
 }
 _LAZY = {name: (home, name) for home, names in _HOMES.items() for name in names}
 _ALGORITHMS = ("CISPO", "DAPO", "DrGRPO", "GRPO", "GSPO", "PPO", "RLOO", "ReinforcePP")

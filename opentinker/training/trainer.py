@@ -1,11 +1,8 @@
-"""The synchronous face of the driver loops."""
+"""Reinforcement learning from the user's own process: of one policy, and of several agents."""
 
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from opentinker.algorithms.select import user_advantages
 from opentinker.algorithms.types import AdvantageFn
@@ -17,193 +14,28 @@ from opentinker.config.algorithms import GRPOConfig, PolicyGradient, PPOConfig
 from opentinker.config.arena import ArenaConfig
 from opentinker.config.base import parse_config
 from opentinker.config.coordination import CoordinatorConfig
-from opentinker.config.job import InteractiveJobConfig, PreferenceJobConfig, RLJobConfig, SFTJobConfig
-from opentinker.config.preference import (
-    BradleyTerryConfig,
-    DPOConfig,
-    PreferenceDataConfig,
-    PreferenceEvaluationConfig,
-    PreferenceLoss,
-    PreferenceTrainingConfig,
-)
-from opentinker.config.rl import EvaluationConfig, RLTrainingConfig, StopConfig
+from opentinker.config.job import RLJobConfig
+from opentinker.config.rl import EvaluationConfig, StopConfig
 from opentinker.config.rollout import EnvironmentConfig, RolloutConfig, SamplingConfig
 from opentinker.config.server import LoraConfig
-from opentinker.config.sft import ChatDataConfig, SFTEvaluationConfig, SFTTrainingConfig
-from opentinker.config.tasks import TasksConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.tasks import Split, TaskSource, task_source
 from opentinker.errors import ConfigError
 from opentinker.multiagent.environment import MultiAgentEnvironment
-from opentinker.rendering.supervised import LossOn
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
-from opentinker.training.metrics import Row, summarize
-from opentinker.training.own_run import OwnRun, Resume, digests, going_on, policy_places
-from opentinker.training.preference import PreferenceLoop
-from opentinker.training.preference_report import render_preference_report, summarize_preference
-from opentinker.training.progress import Progress
-from opentinker.training.recorder import Recorder, Summarize
-from opentinker.training.report import Render, render_report
+from opentinker.training.metrics import summarize
+from opentinker.training.own_run import Resume
+from opentinker.training.own_trainer import OwnTrainer, hosted_fields
+from opentinker.training.report import render_report
 from opentinker.training.rl import RLLoop
-from opentinker.training.run import Loop, check_arguments
-from opentinker.training.sft import SFTLoop
-from opentinker.training.sft_report import render_sft_report, summarize_sft
-from opentinker.training.sinks.own import AskedSinks, OwnSinks, parse_sinks
-
-L = TypeVar("L", bound=Loop)
-Examples = Sequence[Mapping[str, Any]] | str | TasksConfig
-"""Rows, or the name of a file or dataset."""
+from opentinker.training.run import check_arguments
+from opentinker.training.sinks.own import AskedSinks, parse_sinks
 
 
-class _Trainer(ABC, Generic[L]):
-    """Runs a driver loop in the job's event loop, with a recorder and progress."""
-
-    def __init__(
-        self,
-        job: Job,
-        config: RLJobConfig | SFTJobConfig | PreferenceJobConfig,
-        *,
-        run_dir: str | Path | None,
-        resume: Resume,
-        given: Mapping[str, Any],
-        progress: bool,
-        summarize: Summarize,
-        render: Render,
-    ) -> None:
-        """`given` are rows and tasks that the config does not hold, by the names of their arguments."""
-        self.config = config
-        self._job = job
-        self._progress = progress
-        self._listener: Progress | None = None
-        folder = Path(run_dir) if run_dir else Path("runs") / job.id
-        fields = config.model_dump(mode="json")
-        if resume:
-            _check_resume(resume, run_dir, config.training.save_every)
-        self._run = OwnRun(folder, fields, resume, digests(given))
-        if self._run.addresses:
-            with going_on(folder):
-                job.name_checkpoints(self._run.addresses)
-        places = policy_places(config) if isinstance(config, RLJobConfig) else None
-        self._run.begin(job.record["owner"], job.id, places)
-        self._resumes_at = self._run.step or 0
-        self._asked = 0
-        """Steps that `fit` was asked for, until it has come to where the run goes on."""
-        self._sinks = OwnSinks(config.sinks, folder, fields, begun=self._run.step is not None)
-        self._recorder = Recorder(
-            folder,
-            fields,
-            listeners=(self._heard, self._sinks),
-            resume_at=self._run.resume_at,
-            summarize=summarize,
-            render=render,
-            checkpoints=self._run,
-        )
-        self._loop: L | None = None
-        self._wall_s = 0.0
-
-    @property
-    def steps_done(self) -> int:
-        """Of the whole run."""
-        return self._loop.steps_done if self._loop else self._resumes_at
-
-    def fit(self, steps: int) -> dict[str, Any]:
-        """Train for `steps` steps (more, when called again); the run's summary so far.
-
-        In a run that goes on, the steps that were done before count: a program that is started again with its `fit(steps=100)`
-        after step 40 trains 60, and nothing if all of them are done.
-
-        Ctrl-C stops after tidying up; what was recorded stays and the report is written.
-
-        Raises:
-            ServerLostError: the job's server died.
-            EpisodesFailedError: episodes keep failing.
-            ConfigError: an example cannot be trained on.
-            CheckpointError: what the run goes on from is gone or corrupt.
-        """
-        last = (self._asked if self._asked < self._resumes_at else self.steps_done) + steps
-        summary: dict[str, Any] = {}
-
-        async def work(policy: PolicyClient) -> None:
-            loop = await self._connected(policy)
-            self._asked = last
-            if loop.steps_done <= last:
-                await loop.run(last - loop.steps_done)
-
-        started = time.monotonic()
-        with self._shown(max(last, self.steps_done)):
-            try:
-                self._job.run(work)
-            finally:
-                self._wall_s += time.monotonic() - started
-                summary = self._recorder.finish(wall_s=self._wall_s, checkpoint=None)
-        return summary
-
-    def evaluate(self) -> Row | None:
-        """Evaluate the policy on held-out data now; None if there are none."""
-
-        async def work(policy: PolicyClient) -> Row | None:
-            return await (await self._connected(policy)).evaluate()
-
-        with self._shown(self.steps_done):
-            return self._job.run(work)
-
-    @abstractmethod
-    async def _connect(self, policy: PolicyClient) -> L:
-        """The loop, on a server that runs."""
-
-    async def _connected(self, policy: PolicyClient) -> L:
-        if self._loop is None:
-            loop = await self._connect(policy)
-            self._job.at_end(loop.close)
-            if self._run.step is not None:
-                with going_on(self._run.folder):
-                    await loop.resume(self._run.step)
-            self._loop = loop
-        return self._loop
-
-    @contextmanager
-    def _shown(self, total_steps: int) -> Iterator[None]:
-        with self._sinks.open(self.steps_done):
-            if not self._progress:
-                yield
-                return
-            self._listener = Progress(self.config.default_name(), total_steps)
-            with self._listener:
-                yield
-
-    def _heard(self, row: Row) -> None:
-        if self._listener:
-            self._listener(row)
-
-
-def _check_resume(resume: Resume, run_dir: str | Path | None, save_every: int) -> None:
-    """Raises: ConfigError when a run could not go on as it is asked for."""
-    if resume not in (True, "auto"):
-        raise ConfigError(f"resume={resume!r} is neither True nor False nor 'auto'")
-    if run_dir is None:
-        raise ConfigError("resume: which run is to go on?", hint="name its folder: run_dir='runs/...'")
-    if resume is not True and not save_every:
-        raise ConfigError(
-            f"resume={resume!r} goes on from checkpoints, and with save_every=0 there will be none",
-            hint="save_every=10 writes one every ten steps",
-        )
-
-
-def _hosted(job: Job) -> dict[str, Any]:
-    """The fields of the config of what drives an interactive job.
-
-    Raises:
-        ConfigError: the job has no trainer.
-    """
-    if not isinstance(job.config, InteractiveJobConfig):
-        raise ConfigError(f"a job of kind '{job.config.kind}' has no trainer", hint="use Client.create_job")
-    return job.config.model_dump(exclude={"kind", "seed", "head", "critic", "checkpoints", "servers"})
-
-
-def _training(seed: int, optimizer: AdamParams | None, stop: StopConfig | None, save_every: int) -> RLTrainingConfig:
-    return RLTrainingConfig(seed=seed, optimizer=optimizer or AdamParams(), stop=stop or StopConfig(), save_every=save_every)
+def _training(seed: int, optimizer: AdamParams | None, stop: StopConfig | None, save_every: int) -> dict[str, Any]:
+    return {"seed": seed, "optimizer": optimizer or AdamParams(), "stop": stop or StopConfig(), "save_every": save_every}
 
 
 def _check_critic(job: Job, algorithm: PolicyGradient | None, server: str = "") -> None:
@@ -227,7 +59,7 @@ def _firsts(config: RLJobConfig) -> dict[str, str]:
     return {server: first for server, first in firsts.items() if first in config.learners}
 
 
-class RLTrainer(_Trainer[RLLoop]):
+class RLTrainer(OwnTrainer[RLLoop]):
     """Trains the policy of an interactive job on an environment that runs in this process.
 
     `environment` is a class, a built-in name, or `path/to/file.py:Class`. Metrics, transcripts and report.html go to `run_dir`
@@ -270,7 +102,7 @@ class RLTrainer(_Trainer[RLLoop]):
             CheckpointError: the run's checkpoint is gone.
             ConflictError: another process drives the run.
         """
-        hosted = _hosted(job)
+        hosted = hosted_fields(job)
         _check_critic(job, algorithm)
         self._environment = load_environment(environment)
         check_arguments(self._environment, environment_args or {})
@@ -313,7 +145,7 @@ class RLTrainer(_Trainer[RLLoop]):
         )
 
 
-class MultiAgentTrainer(_Trainer[AgentsLoop]):
+class MultiAgentTrainer(OwnTrainer[AgentsLoop]):
     """Trains the policies of several agents, all on the servers of an interactive job, on an environment for several agents
     that runs in this process.
 
@@ -367,7 +199,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         name = environment if isinstance(environment, str) else environment.__name__
         config = parse_config(
             RLJobConfig,
-            _hosted(job)
+            hosted_fields(job)
             | {
                 "servers": {name: server.model_dump(exclude={"critic"}) for name, server in job.config.further_servers.items()},
                 "environment": EnvironmentConfig(name=name, args=environment_args or {}),
@@ -412,143 +244,7 @@ class MultiAgentTrainer(_Trainer[AgentsLoop]):
         )
 
 
-class SFTTrainer(_Trainer[SFTLoop]):
-    """Fine-tunes the policy of an interactive job on conversations.
-
-    `train` and `held_out` are rows (see docs/sft.md), or the name of a file or dataset. Metrics and report.html go to `run_dir`
-    (default: runs/<job id>).
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        train: Examples,
-        held_out: Examples | None = None,
-        *,
-        loss_on: LossOn = "assistant",
-        batch_size: int = 16,
-        optimizer: AdamParams | None = None,
-        evaluation: SFTEvaluationConfig | None = None,
-        save_every: int = 0,
-        seed: int = 0,
-        sinks: AskedSinks = (),
-        run_dir: str | Path | None = None,
-        resume: Resume = False,
-        progress: bool = True,
-    ) -> None:
-        """A checkpoint is written every `save_every` steps, 0: none. `resume` is as `RLTrainer`'s.
-
-        Raises: ConfigError; with `resume` also CheckpointError, ConflictError.
-        """
-        self._rows, named = _examples(train, held_out)
-        self._sft_config = SFTJobConfig(
-            **_hosted(job),
-            data=ChatDataConfig(**named, loss_on=loss_on),
-            evaluation=evaluation or SFTEvaluationConfig(),
-            training=SFTTrainingConfig(
-                seed=seed,
-                batch_size=batch_size,
-                optimizer=optimizer or AdamParams(),
-                decay="none",
-                save_every=save_every,
-            ),
-            sinks=parse_sinks(sinks),
-        )
-        super().__init__(
-            job,
-            self._sft_config,
-            run_dir=run_dir,
-            resume=resume,
-            given=self._rows,
-            progress=progress,
-            summarize=summarize_sft,
-            render=render_sft_report,
-        )
-
-    async def _connect(self, policy: PolicyClient) -> SFTLoop:
-        return await SFTLoop.connect(self._sft_config, policy, self._recorder, rows=self._rows)
-
-
-class PreferenceTrainer(_Trainer[PreferenceLoop]):
-    """Trains the policy of an interactive job on pairs of answers: `loss` is `DPO()`, `IPO()`, or, for a job with head
-    'scalar', `BradleyTerry()`. What it is compared with is the policy as it is when training begins.
-
-    `train` and `held_out` are rows (see docs/preference.md), or the name of a file or dataset. Metrics and report.html go to
-    `run_dir` (default: runs/<job id>).
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        train: Examples,
-        held_out: Examples | None = None,
-        *,
-        loss: PreferenceLoss | None = None,
-        batch_size: int = 16,
-        optimizer: AdamParams | None = None,
-        evaluation: PreferenceEvaluationConfig | None = None,
-        save_every: int = 0,
-        seed: int = 0,
-        sinks: AskedSinks = (),
-        run_dir: str | Path | None = None,
-        resume: Resume = False,
-        progress: bool = True,
-    ) -> None:
-        """A checkpoint is written every `save_every` steps, 0: none. `resume` is as `RLTrainer`'s.
-
-        Raises: ConfigError; with `resume` also CheckpointError, ConflictError.
-        """
-        loss = loss or DPOConfig()
-        head = "scalar" if isinstance(loss, BradleyTerryConfig) else "lm"
-        hosted = _hosted(job)
-        if (mine := getattr(job.config, "head", head)) != head:
-            raise ConfigError(
-                f"the loss '{loss.kind}' trains a policy with head '{head}', this job's has head '{mine}'",
-                hint=f"create_job(..., head='{head}')",
-            )
-        self._rows, named = _examples(train, held_out)
-        training = PreferenceTrainingConfig(seed=seed, batch_size=batch_size, decay="none", save_every=save_every)
-        if optimizer is not None:
-            training = training.model_copy(update={"optimizer": optimizer})
-        self._preference_config = PreferenceJobConfig(
-            **hosted,
-            data=PreferenceDataConfig(**named),
-            loss=loss,
-            evaluation=evaluation or PreferenceEvaluationConfig(),
-            training=training,
-            sinks=parse_sinks(sinks),
-        )
-        super().__init__(
-            job,
-            self._preference_config,
-            run_dir=run_dir,
-            resume=resume,
-            given=self._rows,
-            progress=progress,
-            summarize=summarize_preference,
-            render=render_preference_report,
-        )
-
-    async def _connect(self, policy: PolicyClient) -> PreferenceLoop:
-        return await PreferenceLoop.connect(self._preference_config, policy, self._recorder, rows=self._rows, ends=False)
-
-
 def _sources(train: TaskSource | Sequence[Any] | None, held_out: TaskSource | Sequence[Any] | None) -> dict[Split, TaskSource]:
     """Tasks that were given in place of the environment's own."""
     given: dict[Split, TaskSource | Sequence[Any] | None] = {"train": train, "held_out": held_out}
     return {split: task_source(tasks) for split, tasks in given.items() if tasks is not None}
-
-
-def _examples(
-    train: Examples, held_out: Examples | None
-) -> tuple[dict[str, Sequence[Mapping[str, Any]]], dict[str, TasksConfig]]:
-    """(the rows that were given, the config's fields), by `train` and `held_out`."""
-    given = {name: rows for name, rows in {"train": train, "held_out": held_out}.items() if rows is not None}
-    rows = {name: rows for name, rows in given.items() if not isinstance(rows, str | TasksConfig)}
-    return rows, {name: _tasks(rows) for name, rows in given.items()}
-
-
-def _tasks(rows: Examples) -> TasksConfig:
-    if isinstance(rows, TasksConfig):
-        return rows
-    return TasksConfig(name=rows if isinstance(rows, str) else "given rows")

@@ -1,5 +1,6 @@
 """The synchronous face, on a job whose policy lives in memory."""
 
+import functools
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
@@ -84,6 +85,13 @@ def test_what_its_environments_left_running_ends_with_the_job(make_trainer, job,
     assert not closed
     job.sync.run(end())
     assert closed == [trainer._loop]
+
+
+def test_a_wrong_number_is_named_whichever_trainer_is_given_it(make_trainer, job) -> None:
+    rows = [{"prompt": "q", "completion": "a"}]
+    for make in (make_trainer, functools.partial(ot.SFTTrainer, job, rows), functools.partial(ot.PreferenceTrainer, job, rows)):
+        with pytest.raises(ConfigError, match=r"training\.save_every: .*greater than or equal to 0"):
+            make(save_every=-2)
 
 
 def test_fit_trains_reports_and_continues(make_trainer, tmp_path, capsys) -> None:
