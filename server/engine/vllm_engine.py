@@ -39,7 +39,7 @@ from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
 from opentinker.server.engine.sampling import effective_params, sample_seed
 from opentinker.server.engine.sleeping import Event, Sleeper
-from opentinker.server.engine.vllm_ranks import Beside, attempt, lost, starting, values
+from opentinker.server.engine.vllm_ranks import Beside, attempt, limit_calls, lost, starting, values
 from opentinker.server.engine.vllm_update import (
     begin_update,
     finish_update,
@@ -174,6 +174,7 @@ class VllmEngine:
         self._updates: Updates | None = None
         self._relay: SharedCarrier | None = None
         if ranks > 1:
+            limit_calls(self._engine.model_executor)
             self._beside, self._relay = Beside(self), SharedCarrier()
             weights_from = first_device(trainer_device or "cpu")
             self._updates = Updates(self._beside, ranks, weights_from, kinds, bucket_bytes=config.bucket_mib << 20)
@@ -488,7 +489,8 @@ class VllmEngine:
         if not self._engine.reset_prefix_cache():
             raise WeightSyncError("vLLM did not drop the keys and values of the old weights")
         if self._images is not None:
-            self._engine.reset_encoder_cache()
+            with self._exchange():
+                self._engine.reset_encoder_cache()
 
     def _on_workers(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """What the function, of a vLLM worker and the arguments, returns on each rank."""

@@ -18,6 +18,7 @@ from opentinker.config.server import LoraConfig
 from opentinker.errors import ServerLostError, WeightSyncError
 from opentinker.server.buckets import Bucket, BucketAck, Ledger
 from opentinker.server.carriers import SharedCarrier, SharedPayload
+from opentinker.server.engine import vllm_ranks
 from opentinker.server.engine.base import WeightAck
 from opentinker.server.engine.vllm_engine import VllmEngine
 from opentinker.server.state import Parts
@@ -136,4 +137,18 @@ async def test_both_parts_serve_versions_of_an_adapter_and_one_that_dies_costs_t
         for _ in range(2):
             with pytest.raises(ServerLostError, match=rf"rank 1 of 2 of the engine \(pid {pids[1]}\) was killed by SIGKILL"):
                 await server.client.sample(PROMPT, SamplingParams(max_tokens=2))
+    wait_until(gone(pids))
+
+
+async def test_a_part_that_hangs_in_a_publish_or_an_adapter_costs_the_server(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tiny_model_dir, tmp_path, lora=LORA, lora_serving="adapter", **(BOTH | {"ranks": 1})) as server:
+        engine: Any = server.parts.engine
+        pids = [worker.proc.pid for worker in engine._engine.model_executor.workers]
+        monkeypatch.setattr(vllm_ranks, "CALL_S", 2.0)
+        os.kill(pids[1], signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(ServerLostError, match="the 2 ranks of the engine failed: no answer to '_add_adapter' within 2 s"):
+                await server.client.publish()
     wait_until(gone(pids))
