@@ -128,7 +128,12 @@ class TorchTrainer:
             self._check_state()
             self._before_full(self._model)
             parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
-            self._policies[policy] = _Policy(self._optimizer(policy, parameters), None, (), head)
+            try:
+                optimizer = self._optimizer(policy, parameters)
+            except Exception:
+                self._after_full()
+                raise
+            self._policies[policy] = _Policy(optimizer, None, (), head)
         else:
             config = parse_config(LoraConfig, spec.lora)
             names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
@@ -157,6 +162,9 @@ class TorchTrainer:
 
     def _before_full(self, model: PackedModel) -> None:
         """A model is about to be trained in all its parameters, or was loaded beside one that is."""
+
+    def _after_full(self) -> None:
+        """The model is not trained in all its parameters after all, or no more."""
 
     def _optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> MasterOptimizer:
         kind = EightBitOptimizer if self._config.optimizer == "adamw_8bit" else MasterOptimizer

@@ -208,6 +208,23 @@ def test_two_ranks_step_and_save_the_same(two_each: list[LeadTrainer], tmp_path:
             trainer.delete_policy("p")
 
 
+def test_a_full_policy_that_the_host_has_no_memory_for_leaves_the_base_whole_on_all_ranks(
+    two_each: list[LeadTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, device = two_each
+
+    def none(*_: Any) -> torch.Tensor:
+        raise TooLargeError("the host has no bytes for optimizer state")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostMemory, "zeros", none)
+        with pytest.raises(TooLargeError, match="the host has no bytes"):
+            host.create_policy("p", PolicySpec())
+    for trainer in two_each:
+        trainer.create_policy("p", PolicySpec(lora={"rank": 4}, seed=3))
+    assert train(host, 0) == train(device, 0)
+
+
 def test_ranks_of_which_one_fails_amid_a_step_are_lost(two_each: list[LeadTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
     host, _ = two_each
     host.create_policy("p", PolicySpec(lora={"rank": 4}))
