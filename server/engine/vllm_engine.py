@@ -100,7 +100,6 @@ class VllmEngine:
             kinds = kinds_to_try(config.weight_carrier, trainer_device, trainer_device, shared=True)
         _prepare_environment()
         from vllm import EngineArgs, LLMEngine
-        from vllm.exceptions import VLLMError
         from vllm.platforms import current_platform
 
         arguments: dict[str, Any] = {}
@@ -150,8 +149,10 @@ class VllmEngine:
                         **arguments,
                     )
                 )
-        except (VLLMError, ValueError, RuntimeError) as error:
-            raise EngineError(f"vLLM cannot start: {error}", hint="see engine.max_model_len and engine.cache_gib") from error
+        except Exception as error:  # of a rank's process it raises no type of its own, and not what the rank met
+            where = "; the server's log says what a rank met: `opentinker logs JOB --server`" if ranks > 1 else ""
+            hint = f"see engine.max_model_len, engine.memory_fraction and engine.cache_gib{where}"
+            raise EngineError(f"vLLM cannot start: {error}", hint=hint) from error
         # vLLM compiles small helpers even so: 10 s at the first token, and a C++ compiler would have to be there.
         eager = config.enforce_eager and current_platform.is_cpu()
         self._compilation = partial(torch.compiler.set_stance, "force_eager") if eager else nullcontext
