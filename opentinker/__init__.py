@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from opentinker.config.preference import BradleyTerryConfig as BradleyTerry
     from opentinker.config.preference import DPOConfig as DPO
     from opentinker.config.preference import IPOConfig as IPO
+    from opentinker.config.preference import PreferenceEvaluationConfig
     from opentinker.config.resources import Resources, Scheduling
     from opentinker.config.rl import EvaluationConfig, StopConfig
     from opentinker.config.rollout import RolloutConfig, SamplingConfig
     from opentinker.config.server import EngineConfig, LoraConfig, TrainerConfig
     from opentinker.config.servers import FurtherServerConfig
+    from opentinker.config.sft import SFTEvaluationConfig
     from opentinker.env.datasets import load_tasks
     from opentinker.env.environment import Action, Environment, Message, StepResult
     from opentinker.env.remote import RemoteEnvironment, remote_environment
@@ -63,6 +65,8 @@ _HOMES = {
     "opentinker.config.job": ("InferenceJobConfig", "InteractiveJobConfig", "RLJobConfig"),
     "opentinker.config.resources": ("Resources", "Scheduling"),
     "opentinker.config.rl": ("EvaluationConfig", "StopConfig"),
+    "opentinker.config.preference": ("PreferenceEvaluationConfig",),
+    "opentinker.config.sft": ("SFTEvaluationConfig",),
     "opentinker.config.opponents": ("ChatModelConfig", "PoolConfig"),
     "opentinker.config.rollout": ("RolloutConfig", "SamplingConfig"),
     "opentinker.config.server": ("EngineConfig", "LoraConfig", "TrainerConfig"),
@@ -138,6 +142,7 @@ __all__ = [
     "OpenTinkerError",
     "OverlongConfig",
     "PoolConfig",
+    "PreferenceEvaluationConfig",
     "PreferenceTrainer",
     "RLJobConfig",
     "RLTrainer",
@@ -146,6 +151,7 @@ __all__ = [
     "Resources",
     "RolloutConfig",
     "RoundRobin",
+    "SFTEvaluationConfig",
     "SFTTrainer",
     "SamplingConfig",
     "Scheduling",

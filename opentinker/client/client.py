@@ -1,9 +1,10 @@
 """The user's front door: a client of a cluster, and the jobs it creates."""
 
+import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +39,9 @@ T = TypeVar("T")
 
 _SUSPICIOUS = (UnavailableError, DeadlineError, ServerLostError, NotFoundError, AuthenticationError)
 """Errors of a policy call that may mean that the server is gone."""
+
+CLOSE_S = 15.0
+"""How long each thing that a job's work has left open may take to close."""
 
 
 class Client:
@@ -213,6 +217,7 @@ class Job:
         self._endpoints: dict[str, str] = {}
         self._sync = SyncRunner()
         self._policies: dict[str, PolicyClient] = {}
+        self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._closed = threading.Event()
         self._ending = Ending()
         self._heart = threading.Thread(target=self._beat, name=f"lease-{self.id}", daemon=True)
@@ -288,6 +293,10 @@ class Job:
         with self.explained():
             return self._sync.run(self._ending.during(connected()))
 
+    def at_end(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have this called on the job's event loop before the job is released: it closes what its work has begun there."""
+        self._beside.append(close)
+
     def create_policy(self, lora: LoraConfig, *, name: str = "", seed: int = 0) -> PolicyClient:
         """Another policy on the job's server; see `PolicyClient.create_policy`. Its calls are for `run`:
 
@@ -354,12 +363,19 @@ class Job:
             return
         self._closed.set()
         try:
-            for policy in self._policies.values():
-                self._sync.run(policy.close())
+            for close in [*self._beside, *(policy.close for policy in self._policies.values())]:
+                self._close(close)
         finally:
             self._sync.close()
             if self.state not in ENDED:
                 self._tell(tell)
+
+    def _close(self, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """What cannot be closed does not keep the job's hardware."""
+        try:
+            self._sync.run(asyncio.wait_for(close(), CLOSE_S))
+        except Exception as error:
+            logger.warning("job=%s something of its work did not close: %r", self.id, error)
 
     def _tell(self, tell: Callable[[str], dict[str, Any]]) -> None:
         try:

@@ -313,9 +313,17 @@ class RLJobConfig(TrainingJobConfig):
     @model_validator(mode="after")
     def _scores_are_seen(self) -> "RLJobConfig":
         stop = self.training.stop
-        if (stop.plateau or stop.falls) and not self.evaluation.every:
-            name = "plateau" if stop.plateau else "falls"
-            raise ValueError(f"training.stop.{name} counts evaluations, and there are none between steps: set evaluation.every")
+        if stop.counted and stop.score == "evaluation" and not self.evaluation.every:
+            raise ValueError(
+                f"training.stop.{stop.counted} counts evaluations, and there are none between steps: set evaluation.every, or "
+                "training.stop.score to 'training'"
+            )
+        judged = self.evaluation.agent
+        if stop.counted and stop.score == "training" and judged and judged not in self.learners:
+            raise ValueError(
+                f"training.stop.score 'training' goes by the training of evaluation.agent, and '{judged}' has no policy of its "
+                f"own that learns; name one of {', '.join(self.learners)}"
+            )
         return self
 
     @property

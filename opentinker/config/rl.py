@@ -30,8 +30,8 @@ class EvaluationConfig(Config):
     """What `keep_best` and `training.stop` look at: `reward`, `exact`, `pass@4`, or a metric that the environment reports.
     Empty = `exact` where the environment reports it, else `reward`."""
     agent: str = ""
-    """With `agents`: by whose evaluation `keep_best` and `training.stop` go. Empty = the mean over those who learn, which in a
-    game that one wins and another loses says nothing: name one there."""
+    """With `agents`: by whose score `keep_best` and `training.stop` go. Empty = the mean over those who learn, which in a game
+    that one wins and another loses says nothing: name one there."""
     keep_best: bool = False
     """Save the checkpoint `best` whenever an evaluation is better than all before it; with `agents`, of all policies."""
 
@@ -50,9 +50,18 @@ class StopConfig(Config):
     """When a run has learnt all it will, or breaks. It is saved first, as checkpoint `stopped-early`."""
 
     plateau: Count | None = None
-    """End after this many evaluations in a row without a new best."""
+    """End after this many scores in a row without a new best."""
     falls: Count | None = None
-    """Act after this many evaluations in a row, each worse than the one before."""
+    """Act after this many scores in a row, each worse than the one before."""
+    score: Literal["evaluation", "training"] = "evaluation"
+    """What `plateau` and `falls` count: 'evaluation', each evaluation's `evaluation.metric`; 'training', for runs without
+    held-out tasks or with few evaluations, the mean reward of each `window` of training steps."""
+    window: Annotated[int, Field(ge=2)] = 10
+    """With score 'training': steps that make one score. Steps draw different tasks, so rewards that do not change at all fall
+    three times in a row by chance once in 24, and so do means. Hence a window counts as a fall only where it is below the one
+    before by more than the standard error of their difference, as the steps of both tell it: three in a row are then chance 3
+    times in 100,000 (windows of 10). The cost: a collapse is heard of `falls` to `falls` + 1 windows after it began (30 to 40
+    steps), and a decline that is below a tenth of a step's noise each step is often missed, and left to `plateau`."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = None
     """Act when a step's gradient norm, before clipping, is larger."""
     max_mismatch_kl: Annotated[float, Field(gt=0.0)] | None = None
@@ -63,6 +72,17 @@ class StopConfig(Config):
     """'stop' ends the run, COMPLETED; 'reduce' multiplies the learning rate with `factor`, and stops at the third time."""
     factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.3
     """Of action 'reduce'."""
+
+    @property
+    def counted(self) -> str:
+        """The field that counts scores; empty where there is none."""
+        return "plateau" if self.plateau else "falls" if self.falls else ""
+
+    @model_validator(mode="after")
+    def _score_is_counted(self) -> "StopConfig":
+        if self.score == "training" and not self.counted:
+            raise ValueError("score 'training' is what plateau and falls count: set one of them, or leave score out")
+        return self
 
 
 class RLTrainingConfig(Config):

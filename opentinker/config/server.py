@@ -130,8 +130,6 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _shared_out_among_several(self) -> "TrainerConfig":
-        if self.compile and self.ranks > 1:
-            raise ValueError(f"compile is for one rank, and ranks is {self.ranks}; set compile to false")
         if self.shard_base and self.ranks == 1:
             raise ValueError("shard_base shares out the base model among ranks, and there is one; set ranks to 2 or more")
         return self

@@ -13,31 +13,25 @@ from opentinker.env.processes import SessionFactory
 from opentinker.env.threads import UserThreads
 from opentinker.errors import ConfigError
 from opentinker.multiagent.episode import GameDriver
-from opentinker.multiagent.players import DrawnPlayers, Player, PolicyPlayer, SeatPlayer, SeedOfTurn
+from opentinker.multiagent.games import Games, GamesAsked, Groups
+from opentinker.multiagent.players import DrawnPlayers, Player, SeatPlayer, SeedOfTurn
 from opentinker.multiagent.seats import Seats
 from opentinker.multiagent.turns import TurnBarrier
 from opentinker.rollout.seeds import derive_seed
 from opentinker.rollout.types import Episode, Group, Termination
-
-OnGame = Callable[[Mapping[str, Episode]], None]
-Groups = dict[str, list[Group]]
-"""By agent: one group per task, in the order of the tasks."""
 
 
 @dataclass(frozen=True)
 class _Batch:
     """What the episodes of one call to `run` share."""
 
-    players: Mapping[str, SeatPlayer]
-    first_index: int
-    step: int
+    asked: GamesAsked
     nonce: str
     threads: UserThreads
     slots: asyncio.Semaphore
-    on_game: OnGame | None
 
 
-class GameRunner:
+class GameRunner(Games):
     """Plays episodes of several agents. Seeds derive from (run seed, step, task, member, agent, turn), so that their order is
     free; who plays which seat is said at each call.
 
@@ -58,36 +52,23 @@ class GameRunner:
         self._turns = turns
         self._run_seed = run_seed
 
-    async def run(
-        self,
-        players: Mapping[str, SeatPlayer],
-        tasks: Sequence[Any],
-        group_size: int,
-        step: int,
-        on_game: OnGame | None = None,
-        *,
-        first_index: int = 0,
-    ) -> Groups:
-        """`group_size` episodes per task. The groups of an agent compare episodes of the same task in the same seat.
-
-        An episode in which an agent's ends in an error is run anew, up to `member_retries` times, and then missing from the
-        group of every agent that failed; with `turns.on_late: forfeit` the others' episodes of the last attempt count.
+    async def _play(self, asked: GamesAsked) -> Groups:
+        """The groups of all agents that policies play.
 
         Raises:
             ConfigError: a seat has no player, or there is a player without a seat; a model elsewhere refuses to be asked.
             DeadlineError: an agent was too late, and `turns.on_late` is 'fail'.
             OpenTinkerError: a policy's server refuses or is lost.
         """
-        check_players(players, self._seats.agents)
-        played = [name for name in self._seats.agents if isinstance(players[name], PolicyPlayer | DrawnPlayers)]
-        groups: Groups = {name: [Group(task, index) for index, task in enumerate(tasks, first_index)] for name in played}
+        check_players(asked.players, self._seats.agents)
+        groups = asked.groups(self._seats.agents)
         with UserThreads() as threads:
             slots = asyncio.Semaphore(self._config.max_concurrent_episodes)
-            batch = _Batch(players, first_index, step, uuid.uuid4().hex[:16], threads, slots, on_game)
+            batch = _Batch(asked, uuid.uuid4().hex[:16], threads, slots)
             members = [
-                asyncio.ensure_future(self._run_member(task, index, {n: groups[n][place] for n in played}, member, batch))
-                for place, (index, task) in enumerate(enumerate(tasks, first_index))
-                for member in range(group_size)
+                asyncio.ensure_future(self._run_member(task, index, {n: groups[n][place] for n in groups}, member, batch))
+                for place, (index, task) in enumerate(enumerate(asked.tasks, asked.first_index))
+                for member in range(asked.group_size)
             ]
             try:
                 await asyncio.gather(*members)
@@ -96,8 +77,6 @@ class GameRunner:
                     if not running.cancelling():  # a second cancellation would interrupt the closing of environments
                         running.cancel()
                 await asyncio.gather(*members, return_exceptions=True)
-        for group in (group for of_agent in groups.values() for group in of_agent):
-            group.episodes.sort(key=lambda episode: episode.member)
         return groups
 
     async def close(self) -> None:
@@ -108,23 +87,24 @@ class GameRunner:
         for attempt in range(self._config.member_retries + 1):
             async with batch.slots:
                 episodes = await self._run_game(task, index, member, attempt, batch)
-            if batch.on_game is not None:
-                batch.on_game(episodes)
+            if batch.asked.on_game is not None:
+                batch.asked.on_game(episodes)
             last = attempt == self._config.member_retries
             if file_game(groups, episodes, again=not last and bool(failed_in(episodes))):
                 return
 
     async def _run_game(self, task: Any, index: int, member: int, attempt: int, batch: _Batch) -> dict[str, Episode]:
+        asked = batch.asked
         driver = GameDriver(
             task,
-            {name: player_at(batch.players[name], index - batch.first_index) for name in self._seats.agents},
+            {name: player_at(asked.players[name], index - asked.first_index) for name in self._seats.agents},
             TurnBarrier(self._seats.protocol, self._seats.agents),
             self._sessions.session(batch.threads),
             batch.threads,
             self._config,
             self._turns,
             request_id=f"{batch.nonce}-{index}-{member}-{attempt}",
-            seed_of_turn=seeds_of_game(self._run_seed, batch.step, index, member, attempt),
+            seed_of_turn=seeds_of_game(self._run_seed, asked.step, index, member, attempt),
         )
         return await driver.run(member)
 

@@ -23,9 +23,10 @@ from opentinker.env.environment import Environment
 from opentinker.env.tasks import Split, TaskSource
 from opentinker.errors import ConfigError, EpisodesFailedError, OpenTinkerError
 from opentinker.multiagent.coordination.member import Member, leaving
+from opentinker.multiagent.games import Groups
 from opentinker.multiagent.phases import Moment, Phase, PhaseBarrier
 from opentinker.multiagent.players import PolicyPlayer, SeatPlayer
-from opentinker.multiagent.runner import GameRunner, Groups, check_players
+from opentinker.multiagent.runner import GameRunner, check_players
 from opentinker.multiagent.seats import seats_of
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.rendering.renderer import ConversationRenderer

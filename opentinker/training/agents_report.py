@@ -8,7 +8,7 @@ from typing import Any
 from opentinker.training.arena_report import arena_section, later_section, meetings
 from opentinker.training.metrics import Row, why_stopped
 from opentinker.training.pools_report import pool_charts
-from opentinker.training.report import card_row, change, duration, page, trained_part, training_charts, transcripts
+from opentinker.training.report import card_row, change, duration, page, stops, trained_part, training_charts, transcripts
 from opentinker.training.svg import Series, line_chart, number
 
 _COLOURS = ("a", "b", "c")
@@ -57,7 +57,7 @@ def render_agents_report(
     ]
     steps = [row for row in rows if row["kind"] == "agents_step"]
     evaluations = [row for row in rows if row["kind"] == "agents_evaluation"]
-    body = card_row(cards) + _chart("Reward in training", steps, "reward_mean")
+    body = card_row(cards) + stops(rows) + _chart("Reward in training", steps, "reward_mean")
     if evaluations:
         body += _chart("Held-out reward", evaluations, "reward_mean")
     for metric in sorted({metric for row in steps for agent in row["agents"].values() for metric in agent["env"]}):

@@ -1,31 +1,28 @@
-"""Watches a run of several agents: each learner's steps, and the held-out score of one agent or of all who learn."""
+"""Watches a run of several agents: each learner's steps, and the score of one agent or of all who learn."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opentinker.config.rl import EvaluationConfig, StopConfig
 from opentinker.errors import ConfigError
-from opentinker.training.watch import Verdict, Watch, score
+from opentinker.training.trend import Verdict
+from opentinker.training.watch import Watch, score
 
 
 class AgentsWatch:
-    """As `Watch`, for rows of all agents. A run is judged by the evaluation of the agent that the config names, whose policy is
-    that of the learner `player`, if it is one's; or else by the mean over `learners`."""
+    """As `Watch`, for rows of all agents. A run is judged by the evaluation, or the training, of the agent that the config
+    names, whose policy is that of the learner `player`, if it is one's; or else by the mean over `learners`."""
 
     def __init__(self, stop: StopConfig, evaluation: EvaluationConfig, learners: Sequence[str], player: str = "") -> None:
         self._evaluation = evaluation
         self._learners = tuple(learners)
         self._player = player
         whose = f" of '{evaluation.agent}'" if evaluation.agent else f" (mean of {', '.join(learners)})"
-        self._evaluations = Watch(stop, evaluation.metric, whose)
-        self._steps = Watch(stop, evaluation.metric)
+        self._watch = Watch(stop, evaluation.metric, whose)
 
     def score(self, row: Mapping[str, Any]) -> float | None:
         """What the run is judged by, of a row of kind `agents_evaluation`; None if nobody reports it."""
-        judged = [self._evaluation.agent] if self._evaluation.agent else self._learners
-        found = [score(row["agents"][name], self._evaluation.metric) for name in judged if name in row["agents"]]
-        values = [value for value in found if value is not None]
-        return sum(values) / len(values) if values else None
+        return _mean(score(agent, self._evaluation.metric) for agent in self._judged(row))
 
     def checked(self, row: Mapping[str, Any]) -> float | None:
         """The score, which has to be there if anything is done about it.
@@ -34,7 +31,7 @@ class AgentsWatch:
             ConfigError: it is not.
         """
         value = self.score(row)
-        if value is None and (self._evaluation.keep_best or self._evaluations.needs_score):
+        if value is None and (self._evaluation.keep_best or self._watch.needs_score):
             who = self._evaluation.agent or "those who learn"
             there = sorted({name for agent in row["agents"].values() for name in agent["env"]})
             raise ConfigError(
@@ -45,29 +42,43 @@ class AgentsWatch:
 
     def improves(self, row: Mapping[str, Any]) -> bool:
         """Whether this evaluation is better than all before it. Ask before `row` sees it."""
-        return self._evaluations.better(self.score(row))
+        return self._watch.better(self.score(row))
 
     def row(self, row: Mapping[str, Any]) -> list[tuple[Verdict, tuple[str, ...]]]:
         """What the row shows that is to be acted on, and for which learners."""
         match row["kind"]:
             case "agents_evaluation":
-                verdict = self._evaluations.scored(self.score(row))
-                return [] if verdict is None else [(verdict, (self._player,) if self._player else ())]
+                return self._concerning_player(self._watch.scored(self.score(row)))
             case "agents_step":
-                return list(self._of_steps(row))
+                reward = _mean(agent["reward_mean"] for agent in self._judged(row))
+                return [*self._concerning_player(self._watch.earned(reward)), *self._beyond(row)]
         return []
 
-    def _of_steps(self, row: Mapping[str, Any]) -> Iterator[tuple[Verdict, tuple[str, ...]]]:
+    def _judged(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The parts of a row of those by whom the run is judged."""
+        names = [self._evaluation.agent] if self._evaluation.agent else self._learners
+        return [row["agents"][name] for name in names if name in row["agents"]]
+
+    def _concerning_player(self, verdict: Verdict | None) -> list[tuple[Verdict, tuple[str, ...]]]:
+        return [] if verdict is None else [(verdict, (self._player,) if self._player else ())]
+
+    def _beyond(self, row: Mapping[str, Any]) -> Iterator[tuple[Verdict, tuple[str, ...]]]:
         for name in self._learners:
             agent = row["agents"].get(name)
-            verdict = None if agent is None else self._steps.row({**agent, "kind": "step", "step": row["step"]})
+            verdict = None if agent is None else self._watch.beyond({**agent, "step": row["step"]})
             if verdict is not None:
                 yield Verdict(f"'{name}': {verdict.reason}", verdict.final), (name,)
 
     def state(self) -> dict[str, Any]:
         """What `restore` takes."""
-        return self._evaluations.state()
+        return self._watch.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         if state:
-            self._evaluations.restore(state)
+            self._watch.restore(state)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are there."""
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None

@@ -14,9 +14,10 @@ from opentinker.env.environment import Environment
 from opentinker.env.load import load_function
 from opentinker.errors import ConfigError, EpisodesFailedError
 from opentinker.multiagent.arena import won
+from opentinker.multiagent.games import Groups
 from opentinker.multiagent.matches import Cast, Match, matches, spread
 from opentinker.multiagent.players import PolicyPlayer, ScriptedPlayer, SeatPlayer
-from opentinker.multiagent.runner import GameRunner, Groups
+from opentinker.multiagent.runner import GameRunner
 from opentinker.multiagent.shared import SharedEnvironment
 from opentinker.multiagent.tally import Met, Tally, met, results_from_json, results_to_json
 from opentinker.rollout.types import Episode, Group

@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from opentinker.config.job import RLJobConfig
-from opentinker.errors import EpisodesFailedError
+from opentinker.errors import ConfigError, EpisodesFailedError
 from opentinker.rollout.types import Group
 from opentinker.training.metrics import Row, commonest_failure
 from opentinker.training.recorder import Recorder
 from opentinker.training.schedule import checkpoint_name
 from opentinker.training.stopping import ALONE, STOPPED_EARLY, Stopping
 from opentinker.training.tasks import JobTasks
-from opentinker.training.watch import Verdict
+from opentinker.training.trend import Verdict
 
 FRUITLESS_STEPS = 3
 """Steps in a row without a usable episode after which a loop gives up."""
@@ -45,9 +45,11 @@ class EpisodesLoop(ABC):
         """Train for `steps` more steps, evaluating as the config says.
 
         Raises:
+            ConfigError: the run goes by evaluations, and there are no held-out tasks.
             EpisodesFailedError: no episode was usable for several steps in a row; the detail names the commonest cause.
         """
         evaluation = self.config.evaluation
+        await self._check_held_out()
         last = self.steps_done + steps
         if evaluation.at_start and self.steps_done == 0:
             await self.evaluate()
@@ -67,6 +69,22 @@ class EpisodesLoop(ABC):
         if evaluation.at_end and self._evaluated_at != self.steps_done:
             await self.evaluate()
         await self._compare(ends=True)
+
+    async def _check_held_out(self) -> None:
+        """Raises: ConfigError when something goes by evaluations, and there are no held-out tasks."""
+        stop = self.config.training.stop
+        stops = bool(stop.counted) and stop.score == "evaluation"
+        if not (stops or self.config.evaluation.keep_best) or await self._held_out_tasks():
+            return
+        if stops:
+            raise ConfigError(
+                f"training.stop.{stop.counted} counts evaluations, and there are no held-out tasks",
+                hint="set training.stop.score to 'training', or give held-out tasks",
+            )
+        raise ConfigError(
+            "evaluation.keep_best saves the best of the evaluations, and there are no held-out tasks",
+            hint="give held-out tasks, or leave evaluation.keep_best out; training.save_every saves without them",
+        )
 
     @abstractmethod
     async def step(self) -> Row:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from opentinker.config.job import RLJobConfig
 from opentinker.env.environment import Environment
@@ -12,21 +12,14 @@ from opentinker.env.secret_files import read_token
 from opentinker.multiagent.coordination.member import Member
 from opentinker.multiagent.coordination.run import SeatKind
 from opentinker.multiagent.coordination.seat_runner import SeatRunner
-from opentinker.multiagent.runner import GameRunner, Groups
+from opentinker.multiagent.games import Games
+from opentinker.multiagent.runner import GameRunner
 from opentinker.multiagent.seats import Seats, identity_of
 
 EVALUATION_SEED = 2**31
 """Added to the run's: evaluation must not reuse training's sampling seeds."""
 _OF_EACH = {"generation_timeout_s", "generation_retries"}
 """Of a rollout's limits, what each driver decides for its own policies."""
-
-
-class Games(Protocol):
-    """What plays the games of a loop."""
-
-    async def run(self, players: Any, tasks: Sequence[Any], group_size: int, step: int, *, first_index: int = 0) -> Groups: ...
-
-    async def close(self) -> None: ...
 
 
 def runners(config: RLJobConfig, environment: type[Environment], seats: Seats, member: Member | None) -> tuple[Games, Games]:

@@ -12,9 +12,9 @@ from opentinker.config.opponents import PoolConfig
 from opentinker.config.rollout import SamplingConfig
 from opentinker.env.load import load_function
 from opentinker.errors import CheckpointError, NotFoundError
+from opentinker.multiagent.games import Groups
 from opentinker.multiagent.models import ChatModel
 from opentinker.multiagent.players import ModelPlayer, Player, PolicyPlayer, ScriptedPlayer, SeatPlayer
-from opentinker.multiagent.runner import Groups
 from opentinker.training.metrics import Row
 from opentinker.training.pools import PoolSeat, naming
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from opentinker.config.opponents import PoolConfig
 from opentinker.errors import OpenTinkerError
+from opentinker.multiagent.games import Groups
 from opentinker.multiagent.league import Member, Pool, results
 from opentinker.multiagent.players import DrawnPlayers, PolicyPlayer
-from opentinker.multiagent.runner import Groups
 from opentinker.rollout.seeds import derive_seed
 from opentinker.training.metrics import Row
 

@@ -35,6 +35,7 @@ h2 { font-size: 17px; margin: 36px 0 10px }
 h3 { font-size: 13px; margin: 0 0 4px; color: var(--dim); font-weight: 600 }
 .sub, .empty, figcaption, .meta, summary { color: var(--dim) }
 .sub { margin: 0 0 20px }
+.stop { margin: 12px 0 0 }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px }
 .card, figure, .talk, .config { background: var(--card); border: 1px solid var(--edge); border-radius: 10px;
   padding: 12px 14px; margin: 0 }
@@ -80,7 +81,7 @@ def render_report(
         f"{config['algorithm']['kind'].upper()} · {config['base_model']} · {trained_part(config)} · "
         f"learning rate {config['training']['optimizer']['learning_rate']:g} · seed {config['training']['seed']}"
     )
-    return page(name, subtitle, f"{_cards(summary)}{_curves(rows)}{transcripts(talks, folder)}", config)
+    return page(name, subtitle, f"{_cards(summary)}{stops(rows)}{_curves(rows)}{transcripts(talks, folder)}", config)
 
 
 def page(name: str, subtitle: str, body: str, config: Mapping[str, Any]) -> str:
@@ -129,6 +130,15 @@ def card_row(cards: Sequence[tuple[str, str, str]]) -> str:
             f'<div class="card {css}"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for css, value, label in cards
         )
         + "</div>"
+    )
+
+
+def stops(rows: Sequence[Row]) -> str:
+    """What was done where a run was slowed down or ended early, and why."""
+    return "".join(
+        f'<p class="sub stop">after step {row["step"]}: {escape(row["reason"])}: {escape(row["action"])}</p>'
+        for row in rows
+        if row["kind"] == "stopping"
     )
 
 

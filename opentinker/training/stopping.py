@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opentinker.config.rl import StopConfig
-from opentinker.training.watch import Verdict
+from opentinker.training.trend import Verdict
 
 STOPPED_EARLY = "stopped-early"
 """The checkpoint before anything is done about a verdict."""

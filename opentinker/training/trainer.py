@@ -156,6 +156,7 @@ class _Trainer(ABC, Generic[L]):
     async def _connected(self, policy: PolicyClient) -> L:
         if self._loop is None:
             loop = await self._connect(policy)
+            self._job.at_end(loop.close)
             if self._run.step is not None:
                 await loop.resume(self._run.step)
             self._loop = loop

@@ -1,55 +1,48 @@
 """Watches a run's rows for the end of learning and for its collapse. Pure: rows in, a verdict out."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from opentinker.config.rl import StopConfig
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What is wrong, in words; `final` when no lower learning rate can help."""
-
-    reason: str
-    final: bool
+from opentinker.training.trend import Trend, Verdict, Windows
 
 
 class Watch:
     """Feed it every row in order; after a resume, the rows that stand first."""
 
     def __init__(self, config: StopConfig, metric: str, whose: str = "") -> None:
-        """`whose` is the score that it is told, in words, for its verdicts."""
+        """`whose` are the scores that it is told, in words, for its verdicts."""
         self._config = config
         self._metric = metric
-        self._name = (metric or "the held-out score") + whose
-        self.best: float | None = None
+        trains = config.score == "training"
+        limits = (None, None) if trains else (config.plateau, config.falls)
+        self._evaluations = Trend(*limits, (metric or "the held-out score") + whose, "evaluation")
+        self._windows = Windows(config.window)
+        self._training = (
+            Trend(config.plateau, config.falls, f"the training reward{whose}", f"window of {config.window} steps")
+            if trains
+            else None
+        )
+
+    @property
+    def best(self) -> float | None:
         """The best evaluation so far."""
-        self._since_best = 0
-        self._falls = 0
-        self._last: float | None = None
+        return self._evaluations.best
+
+    @property
+    def needs_score(self) -> bool:
+        """Whether it acts on evaluations at all."""
+        return bool(self._config.counted) and self._training is None
 
     def row(self, row: Mapping[str, Any]) -> Verdict | None:
-        """What the row shows, if it is something to act on."""
+        """What the row shows, if it is something to act on; of several things that which ends the run, if there is one."""
         match row["kind"]:
             case "evaluation":
                 return self.scored(score(row, self._metric))
             case "step":
-                return self._step(row)
+                found = [self.earned(row["reward_mean"]), self.beyond(row)]
+                return max(filter(None, found), key=lambda verdict: verdict.final, default=None)
         return None
-
-    def state(self) -> dict[str, Any]:
-        """What `restore` takes."""
-        return {"best": self.best, "since_best": self._since_best, "falls": self._falls, "last": self._last}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.best, self._last = state["best"], state["last"]
-        self._since_best, self._falls = int(state["since_best"]), int(state["falls"])
-
-    @property
-    def needs_score(self) -> bool:
-        """Whether it looks at evaluations at all."""
-        return self._config.plateau is not None or self._config.falls is not None
 
     def improves(self, row: Mapping[str, Any]) -> bool:
         """Whether this evaluation is better than all before it. Ask before `row` sees it."""
@@ -57,25 +50,20 @@ class Watch:
 
     def better(self, value: float | None) -> bool:
         """As `improves`, of an evaluation's score."""
-        return value is not None and (self.best is None or value > self.best)
+        return self._evaluations.better(value)
 
     def scored(self, value: float | None) -> Verdict | None:
-        """As `row`, of an evaluation's score."""
-        if value is None:
-            return None
-        self._falls = self._falls + 1 if self._last is not None and value < self._last else 0
-        self._since_best = 0 if self.better(value) else self._since_best + 1
-        self.best = value if self.best is None else max(self.best, value)
-        self._last = value
-        config = self._config
-        if config.plateau is not None and self._since_best >= config.plateau:
-            return Verdict(f"{self._name} has not risen above {self.best:.3f} in {self._since_best} evaluations", final=True)
-        if config.falls is not None and self._falls >= config.falls:
-            self._falls, fallen = 0, self._falls
-            return Verdict(f"{self._name} has fallen {fallen} evaluations in a row, to {value:.3f}", final=False)
-        return None
+        """What an evaluation's score shows."""
+        return None if value is None else self._evaluations.scored(value)
 
-    def _step(self, row: Mapping[str, Any]) -> Verdict | None:
+    def earned(self, reward: float | None) -> Verdict | None:
+        """What the mean reward of a training step shows; None where no episode was usable."""
+        if self._training is None or reward is None or (window := self._windows.add(reward)) is None:
+            return None
+        return self._training.scored(*window)
+
+    def beyond(self, row: Mapping[str, Any]) -> Verdict | None:
+        """Whether a step's row is beyond a limit."""
         limits = {
             "grad_norm": self._config.max_grad_norm,
             "mismatch_kl_mean": self._config.max_mismatch_kl,
@@ -86,6 +74,19 @@ class Watch:
             if limit is not None and value is not None and value > limit:
                 return Verdict(f"{name} is {value:.4g} at step {row['step']}, above its limit {limit:g}", final=False)
         return None
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes."""
+        training = (
+            {} if self._training is None else {"training": {**self._training.state(), "window": list(self._windows.open)}}
+        )
+        return {**self._evaluations.state(), **training}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._evaluations.restore(state)
+        if self._training is not None and (training := state.get("training")):
+            self._training.restore(training)
+            self._windows.open = [float(value) for value in training["window"]]
 
 
 def score(row: Mapping[str, Any], metric: str) -> float | None:

@@ -14,13 +14,10 @@ import torch
 from opentinker.client.messages import (
     Chunk,
     FloatArray,
-    ImageChunk,
     Sample,
     SampleRequest,
     SampleResult,
     SamplingParams,
-    chunk_tokens,
-    placed_images,
 )
 from opentinker.config.server import EngineConfig, LoraConfig
 from opentinker.errors import (
@@ -35,11 +32,12 @@ from opentinker.errors import (
 from opentinker.server.buckets import Bucket, BucketAck, merged
 from opentinker.server.carriers import InlinePayload, Payload, SharedCarrier
 from opentinker.server.device_groups import Invitation
-from opentinker.server.digest import tensor_digest
 from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, WeightAck
-from opentinker.server.engine.sampling import effective_params, sample_seed
+from opentinker.server.engine.sampling import effective_params
 from opentinker.server.engine.sleeping import Event, Sleeper
+from opentinker.server.engine.vllm_adapters import adapted_modules, add_adapter, remove_adapter
 from opentinker.server.engine.vllm_ranks import Beside, attempt, limit_calls, lost, starting, values
+from opentinker.server.engine.vllm_requests import Prompts, vllm_params
 from opentinker.server.engine.vllm_update import (
     begin_update,
     finish_update,
@@ -48,9 +46,8 @@ from opentinker.server.engine.vllm_update import (
     replace_weights,
     take_bucket,
 )
-from opentinker.server.images import ImageStore, decode
+from opentinker.server.images import ImageStore
 from opentinker.server.updates import Updates
-from opentinker.server.vision import auto_class, language_prefix
 from opentinker.server.ways import Kind, first_device, kinds_to_try
 
 T = TypeVar("T")
@@ -129,7 +126,7 @@ class VllmEngine:
             arguments |= {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": self._largest_rank}
             # Without it vLLM wraps the output head too, and then fails to score prompts. Policies may differ in their targets.
             adapted = lora if config.max_adapters == 1 else lora.model_copy(update={"target_modules": "all-linear"})
-            arguments["lora_target_modules"] = _adapted_modules(model_dir, adapted)
+            arguments["lora_target_modules"] = adapted_modules(model_dir, adapted)
         start = partial(starting, ranks, on_cpu=current_platform.is_cpu(), compiles=not config.enforce_eager)
         try:
             with start() if ranks > 1 else nullcontext():
@@ -160,6 +157,7 @@ class VllmEngine:
         self._vocab_size: int = self._engine.vllm_config.model_config.get_vocab_size()
         self._stop_token_ids = tuple(stop_token_ids)
         self._images = images
+        self._prompts = Prompts(self._engine.renderer, images)
         self._serves_adapters = lora is not None
         self._adapters: dict[AdapterId, Any] = {}
         self._adapters_served = 0
@@ -209,10 +207,10 @@ class VllmEngine:
 
         key = self._added
         self._added += 1
-        prompt = self._prompt(request.prompt)
+        prompt = self._prompts(request.prompt)
         names = [f"{key}:{index}" for index in range(request.n)]
         try:
-            each = [_vllm_params(params, i, prompt_logprobs=request.prompt_logprobs and i == 0) for i in range(request.n)]
+            each = [vllm_params(params, i, prompt_logprobs=request.prompt_logprobs and i == 0) for i in range(request.n)]
             for name, sample_params in zip(names, each, strict=True):
                 self._engine.add_request(name, prompt, sample_params, lora_request=served)
         except Exception as error:
@@ -222,58 +220,6 @@ class VllmEngine:
             raise
         self._pending[key] = _Pending(request, params, self._version if adapter is None else adapter.version)
         return key
-
-    def _prompt(self, chunks: Sequence[Chunk]) -> Any:
-        """A prompt as vLLM takes it. Images are placed where our chunks are, not where vLLM would find a placeholder token: the
-        policy may have sampled one."""
-        tokens, placed = chunk_tokens(chunks).tolist(), placed_images(chunks)
-        if not placed:
-            return {"prompt_token_ids": tokens}
-        from vllm.inputs.engine import mm_input
-        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
-
-        prepared = [self._prepare(image) for _, image in placed]
-        ranges = [
-            PlaceholderRange(start + place.offset, place.length, place.is_embed)
-            for (start, _), (_, place) in zip(placed, prepared, strict=True)
-        ]
-        return mm_input(
-            tokens,
-            MultiModalKwargsItems({"image": [item for item, _ in prepared]}),
-            {"image": [image.sha256 for _, image in placed]},
-            {"image": ranges},
-        )
-
-    def _prepare(self, image: ImageChunk) -> tuple[Any, Any]:
-        """(what vLLM's own processor makes of the image, where the features go among its tokens), made once.
-
-        Raises:
-            EngineError: vLLM expands it to other tokens, or sees other pixels, than the trainer.
-        """
-        assert self._images is not None, "only a store can have resolved the images of a request"
-        processed = self._images.processed(image.sha256)
-        if "vllm" not in processed.prepared:
-            made = self._engine.renderer._process_multimodal(
-                [self._images.processor.token_id],
-                {"image": [decode(self._images.encoded(image.sha256))]},
-                {"image": [image.sha256]},
-                None,
-            )
-            (item,), (place,) = made["mm_kwargs"]["image"], made["mm_placeholders"]["image"]
-            if made["prompt_token_ids"] != image.tokens.tolist():
-                raise EngineError(
-                    f"vLLM makes {len(made['prompt_token_ids'])} tokens of an image, the model's processor {len(image.tokens)}",
-                    hint="set engine.kind=transformers, or update vllm",
-                )
-            for key, ours in processed.pixels.items():
-                theirs = item.get_data().get(key)
-                if theirs is not None and not torch.equal(theirs.flatten().to(ours.dtype), ours.flatten()):
-                    raise EngineError(
-                        f"vLLM's {key} of an image are not those that the trainer sees", hint="set engine.kind=transformers"
-                    )
-            processed.prepared["vllm"] = (item, place)
-        prepared: tuple[Any, Any] = processed.prepared["vllm"]
-        return prepared
 
     def step(self) -> list[SampleResult]:
         ended, self._ended = self._ended, []
@@ -448,13 +394,13 @@ class VllmEngine:
         # Ids and names are never used twice: vLLM's caches of keys and values know an adapter by them.
         number = self._adapters_served = self._adapters_served + 1
         sent = adapter.on_host() if self._ranks > 1 else adapter
-        ack = merged(self._on_workers(_add_adapter, sent, number))
+        ack = merged(self._on_workers(add_adapter, sent, number))
         self._adapters[at] = LoRARequest(f"adapter-{number}", number, lora_path="in memory")
         return ack
 
     def drop_adapter(self, at: AdapterId) -> None:
         if (served := self._adapters.pop(at, None)) is not None:
-            self._on_workers(_remove_adapter, served.lora_int_id)
+            self._on_workers(remove_adapter, served.lora_int_id)
 
     def close(self) -> None:
         if self._closed:
@@ -532,71 +478,3 @@ def _prepare_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # It would override engine.cache_gib.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-
-
-def _adapted_modules(model_dir: Path, lora: LoraConfig) -> list[str]:
-    """Short names of the layers that adapters may change."""
-    if lora.target_modules != "all-linear":
-        return list(lora.target_modules)
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_dir)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
-    head, prefix = model.get_output_embeddings(), language_prefix(model)
-    modules = ((name, module) for name, module in model.named_modules() if name.startswith(prefix))
-    linear = (name for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head)
-    return sorted({name.rpartition(".")[2] for name in linear})
-
-
-def _vllm_params(params: SamplingParams, index: int, *, prompt_logprobs: bool) -> Any:
-    from vllm import SamplingParams as VllmSamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return VllmSamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        max_tokens=params.max_tokens,
-        seed=None if params.seed is None else sample_seed(params.seed, index),
-        stop=list(params.stop),
-        stop_token_ids=list(params.stop_token_ids),
-        logprobs=0,
-        prompt_logprobs=0 if prompt_logprobs else None,
-        flat_logprobs=True,
-        detokenize=bool(params.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _add_adapter(worker: Any, adapter: LoraTensors, number: int) -> WeightAck:
-    """Runs on the vLLM worker: hold `adapter`, under the id `number`."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-
-    loader = worker.model_runner.lora_manager
-    manager = loader._adapter_manager
-    if len(manager.list_adapters()) >= manager.lora_slots:
-        raise EngineError(f"vLLM has room for {manager.lora_slots} adapters")  # it would drop one that is in use
-    helper = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.target_modules))
-    helper.validate_legal(loader.lora_config)
-    homes = set(manager.modules) | {part for parts in manager.packed_modules.values() for part in parts}
-    written = {name for name in adapter.tensors if parse_fine_tuned_lora_name(name)[0] in homes}
-    digests = {name: tensor_digest(tensor) for name, tensor in adapter.tensors.items()}
-    # vLLM keeps and packs what it is given; the sender's tensors go on changing.
-    tensors = {name: tensor.detach().clone() for name, tensor in adapter.tensors.items()}
-    model = LoRAModel.from_lora_tensors(number, tensors, helper, device="cpu", dtype=loader.lora_config.lora_dtype)
-    manager.add_adapter(model)
-    manager.activate_adapter(number)
-    return WeightAck(digests, frozenset(written), frozenset(adapter.tensors))
-
-
-def _remove_adapter(worker: Any, number: int) -> None:
-    """Runs on the vLLM worker: let go of an adapter, and of its values: on CPU the kernels compute the rows of the base model
-    with the last slot, whether it is in use or not."""
-    manager = worker.model_runner.lora_manager._adapter_manager
-    slot = manager.lora_index_to_id.index(number)
-    manager.remove_adapter(number)
-    for module in manager.modules.values():
-        module.reset_lora(slot)

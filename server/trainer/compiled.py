@@ -12,7 +12,8 @@ from opentinker.errors import ConfigError
 
 def compile_layers(model: Any, device: torch.device) -> None:
     """Compile the layers of the language model. The first passes do the work, one with gradients and one without; packs of
-    other lengths use the same kernels. Attention over a pack and linear layers with adapters stay as they are.
+    other lengths use the same kernels. Attention over a pack and linear layers with adapters stay as they are. What FSDP2 does
+    around a layer that is shared out among ranks is no part of what is compiled: the layer finds its parameters whole.
 
     Raises:
         ConfigError: there is no compiler for the device, or the model does not say what its layers are.

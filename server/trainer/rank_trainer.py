@@ -220,9 +220,10 @@ class RankTrainer(TorchTrainer):
 
 
 def _nothing() -> tuple[tuple[Datum, ...], tuple[Pack, ...]]:
-    """Data whose passes stand for those that a rank has not: a token, and one after it."""
-    token = np.zeros(1, np.int32)
-    data = (Datum((TokenChunk(token),), token, {"weights": np.ones(1, np.float32)}),)
+    """Data whose passes stand for those that a rank has not. They are two tokens, each with one after it: for a single one,
+    compiled layers would be compiled once more."""
+    tokens = np.zeros(2, np.int32)
+    data = (Datum((TokenChunk(tokens),), tokens, {"weights": np.ones(2, np.float32)}),)
     return data, tuple(pack_data(data, 16))
 
 

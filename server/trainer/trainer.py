@@ -1,9 +1,8 @@
 """The PyTorch trainer: policies on one model, and the commands that a server gives them."""
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,25 @@ from opentinker.client.messages import (
 )
 from opentinker.config.base import parse_config
 from opentinker.config.server import LoraConfig, TrainerConfig
-from opentinker.errors import CheckpointError, ConflictError, InvalidRequestError, NotFoundError, TrainerError
+from opentinker.errors import ConflictError, InvalidRequestError, NotFoundError, TrainerError
 from opentinker.server.engine.base import LoraTensors
 from opentinker.server.images import ImageStore
-from opentinker.server.trainer import checkpoint, lora
+from opentinker.server.trainer import lora
 from opentinker.server.trainer.base import ForwardBackwardResult
 from opentinker.server.trainer.budget import MemoryBudget, ModelSize, PassKind
 from opentinker.server.trainer.compiled import compile_layers
 from opentinker.server.trainer.critic import Critic
 from opentinker.server.trainer.eight_bit import EightBitOptimizer
-from opentinker.server.trainer.identity import BASE, base_digest, check_base
+from opentinker.server.trainer.identity import base_digest
 from opentinker.server.trainer.losses import check_arrays, merge_metrics, token_loss
 from opentinker.server.trainer.model import PackedModel
 from opentinker.server.trainer.optimizer import MasterOptimizer
 from opentinker.server.trainer.out_of_memory import memory_explained
 from opentinker.server.trainer.packing import Pack, pack_data
+from opentinker.server.trainer.policy import Origin, Policy
 from opentinker.server.trainer.recompute import recompute_layers
-from opentinker.server.trainer.scalar_head import HEAD_WEIGHT, ScalarHead, classifier_config
+from opentinker.server.trainer.scalar_head import ScalarHead
 from opentinker.server.trainer.state_stream import Host
-
-_SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Tokenizer and config files of a model directory, which a full checkpoint carries along."""
 
 NO_METRICS = {
     "tokens": 0.0,
@@ -54,17 +51,6 @@ NO_METRICS = {
     "pass_tokens_max": 0.0,
 }
 """The metrics of no data."""
-
-
-@dataclass(frozen=True)
-class _Policy:
-    optimizer: MasterOptimizer
-    lora: LoraConfig | None
-    targets: tuple[str, ...]
-    """PEFT's `target_modules`; empty for a full-parameter policy."""
-    head: ScalarHead | None = None
-    """Of a reward model; its weights are among the optimizer's."""
-    critic: Critic | None = None
 
 
 class _Undone(Exception):
@@ -90,7 +76,7 @@ class TorchTrainer:
         self._device = torch.device(device)
         self._images = images
         self._adapter_pass = lora.AdapterPass()
-        self._policies: dict[str, _Policy] = {}
+        self._policies: dict[str, Policy] = {}
         self._base: str | None = None
         self._model = self._load_base()
         self._budget = MemoryBudget(config)
@@ -133,7 +119,7 @@ class TorchTrainer:
             except Exception:
                 self._after_full()
                 raise
-            self._policies[policy] = _Policy(optimizer, None, (), head)
+            self._policies[policy] = Policy(optimizer, None, (), head)
         else:
             config = parse_config(LoraConfig, spec.lora)
             names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
@@ -144,7 +130,7 @@ class TorchTrainer:
             except Exception:
                 lora.remove_adapters(self._model.model, policy)
                 raise
-            self._policies[policy] = _Policy(optimizer, config, targets, head)
+            self._policies[policy] = Policy(optimizer, config, targets, head)
         if critic_config is None:
             return
         try:
@@ -374,64 +360,15 @@ class TorchTrainer:
             CheckpointError: the folder is not empty.
             OSError, SafetensorError: it cannot be written; use `checkpoint.write_checkpoint` around this.
         """
-        state = self._get(policy)
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise CheckpointError(f"{folder} is not empty")
-        if state.lora is None:
-            for pattern in _SIDE_FILES:
-                for path in self._model_dir.glob(pattern):
-                    if not path.name.endswith(".index.json"):
-                        shutil.copyfile(path, folder / path.name)
-            config = self._model.config if state.head is None else classifier_config(self._model.config)
-            config.save_pretrained(folder)
-            checkpoint.write_tensors(folder / "model.safetensors", self._whole(state.optimizer.parameters))
-        else:
-            adapter = lora.peft_tensors(state.lora, state.targets, state.optimizer.parameters)
-            lora.save_peft(folder, adapter, str(self._model_dir), classifier=state.head is not None)
-        checkpoint.write_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.state())
-        critic = {} if state.critic is None else state.critic.save(folder)
-        for name, text in (beside or {}).items():
-            (folder / name).write_text(text)
-        base = {} if state.lora is None else {BASE: self._base_digest()}
-        known = {**(about or {}), **self._identity(state), **base, **critic, **state.optimizer.progress()}
-        return checkpoint.seal(folder, {**known, "step": state.optimizer.step_count})
+        return self._get(policy).save(folder, self._origin, self._whole, about or {}, beside or {})
 
     def load(self, policy: str, folder: Path, *, weights_only: bool = False) -> None:
         """See `Trainer`. Accumulated gradients are dropped."""
-        state = self._found(policy)
-        found = checkpoint.open_checkpoint(folder)
-        for key, mine in self._identity(state).items():
-            begins = weights_only and (key == "critic" or (key == "head" and found.get(key) is None))
-            if found.get(key) != mine and not begins:
-                raise CheckpointError(f"the checkpoint {folder} does not fit: its {key} is {found.get(key)}, not {mine}")
-        if state.lora is not None:
-            check_base(folder, found, self._base_digest())
-        if weights_only:
-            like = state.optimizer.weights()
-            if state.head is not None and found.get("head") is None:  # a new head on what has learnt to talk
-                like = {key: weight for key, weight in like.items() if not key.endswith(HEAD_WEIGHT)}
-            weights = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, like, part=True)
-            if state.critic is not None and state.critic.identity() == found.get("critic"):
-                state.critic.start_from(folder)
-            state.optimizer.start_from(weights)
-            return
-        tensors = checkpoint.read_tensors(folder / checkpoint.OPTIMIZER, state.optimizer.like())
-        if state.critic is not None:
-            state.critic.load(folder, found)
-        state.optimizer.load_state(tensors, int(found["step"]))
-        state.optimizer.load_progress(found)
+        self._found(policy).load(folder, self._origin, weights_only=weights_only)
 
-    def _identity(self, state: _Policy) -> dict[str, Any]:
-        """What a checkpoint and the policy that loads it must have in common, besides all tensor shapes."""
-        config = None if state.lora is None else lora.identity(state.lora, state.targets)
-        return {
-            "kind": "full" if config is None else "lora",
-            "model_type": self._model.config.model_type,
-            "lora": config,
-            "head": None if state.head is None else "scalar",  # None also in checkpoints from before there were heads
-            "critic": None if state.critic is None else state.critic.identity(),
-        }
+    @property
+    def _origin(self) -> Origin:
+        return Origin(self._model_dir, self._model.config, self._base_digest)
 
     def _base_digest(self) -> str:
         """Of the frozen base model of adapters."""
@@ -439,7 +376,7 @@ class TorchTrainer:
             self._base = base_digest(self._model.names.items())
         return self._base
 
-    def _get(self, policy: str) -> _Policy:
+    def _get(self, policy: str) -> Policy:
         """Raises: TornError when a step of the policy, or of its critic, has failed amid the parameters."""
         found = self._found(policy)
         found.optimizer.check_whole()
@@ -447,7 +384,7 @@ class TorchTrainer:
             found.critic.optimizer.check_whole()
         return found
 
-    def _found(self, policy: str) -> _Policy:
+    def _found(self, policy: str) -> Policy:
         if policy not in self._policies:
             raise NotFoundError(f"this server has no policy {policy}")
         return self._policies[policy]

@@ -14,15 +14,16 @@ from opentinker.multiagent.coordination.member import Member
 from opentinker.multiagent.coordination.run import Round
 from opentinker.multiagent.coordination.seat_play import AnswerTurn, Over, SeatPlay
 from opentinker.multiagent.coordination.words import Answer, event_from_wire
-from opentinker.multiagent.players import DrawnPlayers, ModelPlayer, PolicyPlayer, ScriptedPlayer, SeatPlayer, SeedOfTurn
-from opentinker.multiagent.runner import Groups, OnGame, file_game, player_at, seeds_of_game
+from opentinker.multiagent.games import Games, GamesAsked, Groups
+from opentinker.multiagent.players import ModelPlayer, PolicyPlayer, ScriptedPlayer, SeedOfTurn
+from opentinker.multiagent.runner import file_game, player_at, seeds_of_game
 from opentinker.multiagent.spoken import spoken
 from opentinker.rollout.machine import DeadlinePassed, Failed
 from opentinker.rollout.types import Group
 
 
-class SeatRunner:
-    """As `GameRunner`, for the seats of one driver: the games are the coordinator's. `kind` says what they are for."""
+class SeatRunner(Games):
+    """Plays the seats of one driver: the games are the coordinator's. `kind` says what they are for."""
 
     def __init__(
         self, member: Member, kind: Literal["train", "evaluation"], config: RolloutConfig, turns: TurnsConfig, run_seed: int
@@ -33,28 +34,19 @@ class SeatRunner:
         self._turns = turns
         self._run_seed = run_seed
 
-    async def run(
-        self,
-        players: Mapping[str, SeatPlayer],
-        tasks: Sequence[Any],
-        group_size: int,
-        step: int,
-        on_game: OnGame | None = None,
-        *,
-        first_index: int = 0,
-    ) -> Groups:
-        """As `GameRunner.run`, with the groups of this driver's own agents; the others ask for the same games.
+    async def _play(self, asked: GamesAsked) -> Groups:
+        """The groups of this driver's own agents; the others ask for the same games.
 
         Raises:
             AgentLostError: another driver is lost.
             DeadlineError: an agent was too late, and `turns.on_late` is 'fail'.
             OpenTinkerError: why the run has ended; or a policy's server refuses or is lost.
         """
-        asked = Round(self._kind, step, first_index, group_size, len(tasks), "")
+        wanted = Round(self._kind, asked.step, asked.first_index, asked.group_size, len(asked.tasks), "")
         with UserThreads() as threads:
-            played = _Played(self, players, tasks, asked, threads, on_game)
+            played = _Played(self, asked, threads)
             try:
-                async with self._member.games(asked, tasks) as words:
+                async with self._member.games(wanted, asked.tasks) as words:
                     return await played.follow(words)
             finally:
                 await played.stop()
@@ -66,24 +58,12 @@ class SeatRunner:
 class _Played:
     """One round of games, as one driver sees it."""
 
-    def __init__(
-        self,
-        runner: SeatRunner,
-        players: Mapping[str, SeatPlayer],
-        tasks: Sequence[Any],
-        asked: Round,
-        threads: UserThreads,
-        on_game: OnGame | None,
-    ) -> None:
+    def __init__(self, runner: SeatRunner, asked: GamesAsked, threads: UserThreads) -> None:
         self._runner = runner
-        self._players = players
-        self._tasks = tasks
         self._asked = asked
         self._threads = threads
-        self._on_game = on_game
         self._nonce = uuid.uuid4().hex[:16]
-        played = [name for name, player in players.items() if isinstance(player, PolicyPlayer | DrawnPlayers)]
-        self.groups: Groups = {name: [Group(task, i) for i, task in enumerate(tasks, asked.first_index)] for name in played}
+        self.groups = asked.groups(asked.players)
         self._games: dict[str, tuple[dict[str, SeatPlay], SeedOfTurn, asyncio.Future[bool]]] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._acting: dict[str, set[asyncio.Task[None]]] = {}
@@ -115,8 +95,6 @@ class _Played:
                 case ["round_over", _]:
                     break
         await self._all_done()
-        for group in (group for of_agent in self.groups.values() for group in of_agent):
-            group.episodes.sort(key=lambda episode: episode.member)
         return self.groups
 
     async def stop(self) -> None:
@@ -135,10 +113,10 @@ class _Played:
 
         plays = {
             name: SeatPlay(
-                name, player, self._tasks[place], runner._config, runner._turns, f"{request_id}-{name}", seeds, answers(name)
+                name, player, asked.tasks[place], runner._config, runner._turns, f"{request_id}-{name}", seeds, answers(name)
             )
-            for name in self._players
-            if isinstance(player := player_at(self._players[name], place), PolicyPlayer)
+            for name in asked.players
+            if isinstance(player := player_at(asked.players[name], place), PolicyPlayer)
         }
         again: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._games[game] = (plays, seeds, again)
@@ -150,12 +128,12 @@ class _Played:
     ) -> None:
         ended = await asyncio.gather(*(play.run(member) for play in plays.values()))
         episodes = dict(zip(plays, ended, strict=True))
-        if self._on_game is not None:
-            self._on_game(episodes)
+        if self._asked.on_game is not None:
+            self._asked.on_game(episodes)
         file_game(groups, episodes, again=await again)
 
     async def _act(self, game: str, agent: str, turn: int, messages: Sequence[Message], seeds: SeedOfTurn) -> None:
-        player = self._players[agent]
+        player = self._asked.players[agent]
         assert isinstance(player, ScriptedPlayer | ModelPlayer)
         said = await spoken(player, messages, seeds(agent, turn), self._threads, self._runner._turns.turn_timeout_s)
         if isinstance(said, Action):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from opentinker.client import client as client_module
 from opentinker.client.client import Client
 from opentinker.client.scheduler import SchedulerClient
 from opentinker.client.sync import SyncRunner
@@ -150,6 +151,28 @@ def test_a_job_runs_while_its_block_lasts_and_completes_after_it(url: str, memor
         assert memory.told == ["complete"]
         with pytest.raises(ConflictError, match="has ended"):
             job.save("late")
+    assert memory.told == ["complete"]
+
+
+def test_what_was_left_open_is_closed_before_the_job_is_released_and_does_not_keep_it(
+    url: str, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "CLOSE_S", 0.05)
+    told: list[list[str]] = []
+
+    async def closes() -> None:
+        told.append(list(memory.told))
+
+    async def fails() -> None:
+        raise ValueError("it is broken")
+
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    with Client(url, KEY) as client, client.create_job(base_model="m") as job:
+        for close in (fails, hangs, closes):
+            job.at_end(close)
+    assert told == [[]]
     assert memory.told == ["complete"]
 
 

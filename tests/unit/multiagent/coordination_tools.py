@@ -21,8 +21,8 @@ from opentinker.multiagent.coordination.coordinator import Coordinator
 from opentinker.multiagent.coordination.member import Member
 from opentinker.multiagent.coordination.seat_runner import SeatRunner
 from opentinker.multiagent.environment import MultiAgentEnvironment
+from opentinker.multiagent.games import Groups
 from opentinker.multiagent.players import Player, PolicyPlayer
-from opentinker.multiagent.runner import Groups
 from opentinker.multiagent.seats import Seats, described
 
 TOKEN = "a-token-for-tests-only"

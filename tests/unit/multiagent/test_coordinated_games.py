@@ -22,9 +22,10 @@ from opentinker.environments.gomoku_duel import GomokuDuel
 from opentinker.errors import EngineError
 from opentinker.multiagent.coordination.seat_runner import SeatRunner
 from opentinker.multiagent.environment import MultiAgentEnvironment
+from opentinker.multiagent.games import Groups
 from opentinker.multiagent.players import ModelPlayer, Player, ScriptedPlayer
 from opentinker.multiagent.protocol import AgentProtocol, EnvironmentChooses, Free, ModeratorChooses, RoundRobin, Simultaneous
-from opentinker.multiagent.runner import GameRunner, Groups
+from opentinker.multiagent.runner import GameRunner
 from opentinker.multiagent.seats import Seats
 from opentinker.rollout.trajectory import Run
 from opentinker.rollout.types import Episode

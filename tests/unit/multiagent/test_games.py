@@ -18,9 +18,10 @@ from opentinker.env.load import load_environment
 from opentinker.environments.gomoku_duel import GomokuDuel
 from opentinker.errors import ConfigError, DeadlineError, EngineError, EnvironmentLoadError, ProtocolError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
+from opentinker.multiagent.games import Groups
 from opentinker.multiagent.players import Player, PolicyPlayer, ScriptedPlayer
 from opentinker.multiagent.protocol import Alternating, EnvironmentChooses, Free, ModeratorChooses, RoundRobin, Simultaneous
-from opentinker.multiagent.runner import GameRunner, Groups
+from opentinker.multiagent.runner import GameRunner
 from opentinker.multiagent.seats import Seats
 from opentinker.rendering.chunks import NO_IMAGES, Images
 from opentinker.rollout.types import Termination

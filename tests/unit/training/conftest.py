@@ -28,6 +28,7 @@ from opentinker.env.environment import Action, Environment, StepResult
 from opentinker.training.recorder import Recorder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "multiagent"))  # coordinators for tests are there
+sys.path.insert(0, str(Path(__file__).parent))
 STOP = 0
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -220,3 +221,18 @@ def make_config() -> Any:
 @pytest.fixture
 def recorder(tmp_path: Path) -> Recorder:
     return Recorder(tmp_path / "run", job_config().model_dump(mode="json"))
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes drivers that reach a place without a network."""
+    from apart_tools import reach
+
+    return lambda place: reach(monkeypatch, place)
+
+
+@pytest.fixture
+def make_drivers(policy: Any, make_config: Any, tmp_path: Path) -> Any:
+    from apart_tools import Digits, Drivers
+
+    return lambda environment=Digits, **changes: Drivers(type(policy), make_config, tmp_path, environment, **changes)

@@ -1,6 +1,8 @@
 """What one agent can have, several have too: a critic, resampling, an early end, the best checkpoint."""
 
+import json
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from opentinker.config.base import parse_config
 from opentinker.config.job import RLJobConfig
+from opentinker.config.rl import EvaluationConfig, StopConfig
 from opentinker.config.server import LoraConfig
 from opentinker.env.environment import Action
 from opentinker.env.load import load_environment
@@ -16,8 +19,10 @@ from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepRe
 from opentinker.multiagent.protocol import Simultaneous
 from opentinker.training.agents import AgentsLoop
 from opentinker.training.agents_report import summarize_agents
+from opentinker.training.agents_watch import AgentsWatch
 from opentinker.training.progress import row_line
 from opentinker.training.recorder import Recorder
+from opentinker.training.trend import Verdict
 
 
 class Digits(MultiAgentEnvironment):
@@ -47,6 +52,13 @@ class Flat(Digits):
         result = super().step_together(actions)
         flat = {0: "black", 1: "white"}.get(self.task["seed"] % 3)
         return MultiStepResult({name: 0.5 if name == flat else hit for name, hit in result.rewards.items()}, done=True)
+
+
+class Still(Digits):
+    """Everybody earns 0.5."""
+
+    def step_together(self, actions: Mapping[str, Action]) -> MultiStepResult:
+        return MultiStepResult(dict.fromkeys(actions, 0.5), done=True)
 
 
 @pytest.fixture
@@ -148,6 +160,79 @@ async def test_a_run_is_saved_and_ends_when_the_named_agent_has_learnt_all_it_wi
     assert recorder.finish(wall_s=1.0, checkpoint=None)["stopped"] == loop.stopped
     assert row_line(recorder.rows[-1], 60) == f"{loop.stopped}: stopped"
     assert summarize_agents(recorder.rows)["stopped"] == loop.stopped
+
+
+def agents_step(**rewards: float | None) -> dict[str, Any]:
+    return {"kind": "agents_step", "step": 1, "agents": {name: {"reward_mean": reward} for name, reward in rewards.items()}}
+
+
+def test_the_training_of_the_named_agent_counts_or_the_mean_over_those_who_learn() -> None:
+    stop = StopConfig(falls=1, score="training", window=2)
+    watches = {
+        "black": AgentsWatch(stop, EvaluationConfig(agent="black"), ["black", "white"], "black"),
+        "": AgentsWatch(stop, EvaluationConfig(), ["black", "white"]),
+    }
+    found: dict[str, list[Any]] = {name: [] for name in watches}
+    played: list[dict[str, float | None]] = [
+        {"black": 0.9, "white": 0.1},
+        {"white": 0.1},  # black was in no game
+        {"black": 0.7, "white": None},  # white earned nothing that counts
+        {"black": 0.5, "white": 0.1},
+        {"black": 0.5, "white": 0.1},
+    ]
+    for rewards in played:
+        for name, watch in watches.items():
+            saved = json.loads(json.dumps(watch.state()))
+            watch.restore(saved)
+            found[name] += watch.row(agents_step(**rewards))
+    fallen = Verdict("the training reward of 'black' has fallen 1 window of 2 steps in a row, to 0.500", False)
+    assert found["black"] == [(fallen, ("black",))]
+    assert found[""] == [], "the mean was 0.3 and 0.5"
+    watch = watches[""]
+    for rewards in [{"black": 0.0, "white": 0.1}] * 3:
+        found[""] += watch.row(agents_step(**rewards))
+    ((verdict, concerned),) = found[""]
+    assert verdict.reason == "the training reward (mean of black, white) has fallen 1 window of 2 steps in a row, to 0.175"
+    assert concerned == (), "all learn more slowly"
+
+
+async def test_a_run_of_several_agents_stops_by_the_training_of_one(maker, make_config, recorder, tmp_path) -> None:
+    wanted = config(
+        make_config,
+        evaluation={"agent": "white"},
+        training={
+            "stop": {"plateau": 2, "score": "training", "window": 2},
+            "save_every": 3,
+            "optimizer": {"learning_rate": 0.0},
+        },
+    )
+    loop = await connected(wanted, maker, recorder, Still)
+    await loop.run(20)
+    assert loop.stopped == "the training reward of 'white' has not risen above 0.500 in 2 windows of 2 steps"
+    assert loop.steps_done == 6
+    recorder.finish(wall_s=1.0, checkpoint=None)
+    assert f"after step 6: {escape(loop.stopped)}: stopped" in (recorder.folder / "report.html").read_text()
+
+    white, rows = maker.made["white"], Recorder(tmp_path / "again", wanted.model_dump(mode="json"))
+    again = await connected(wanted, maker, rows, Still)
+    maker.made["white"].saved, maker.made["white"].drivers = white.saved, white.drivers
+    await again.resume(3)  # in the midst of a window
+    await again.run(20)
+    assert again.steps_done == 6
+
+
+def test_who_does_not_learn_is_no_measure_of_training() -> None:
+    fields: dict[str, Any] = {
+        "base_model": "m",
+        "lora": {"rank": 4},
+        "environment": {"name": "x"},
+        "agents": {"a": {}, "b": {"policy": "a"}, "c": {"frozen": True}},
+        "training": {"stop": {"falls": 3, "score": "training"}},
+    }
+    assert parse_config(RLJobConfig, {**fields, "evaluation": {"agent": "a"}})
+    for name in ("b", "c"):
+        with pytest.raises(ConfigError, match=rf"evaluation.agent, and '{name}' has no policy of its own that learns; .* a$"):
+            parse_config(RLJobConfig, {**fields, "evaluation": {"agent": name}})
 
 
 async def test_without_a_name_it_is_the_mean_over_those_who_learn(maker, make_config, recorder) -> None:

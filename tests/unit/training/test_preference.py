@@ -1,7 +1,7 @@
 """Preference training: steps follow each other, the reference is the policy as the run begins, and what is measured is true."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,9 +270,13 @@ class MemoryJob:
         self.id, self.record = f"job-{number}", {"owner": "ann"}
         self.config = InteractiveJobConfig.model_validate({"base_model": "bytes", "head": head})
         self._sync, self._policy = SyncRunner(), policy
+        self.closers: list[Callable[[], Awaitable[None]]] = []
 
     def name_checkpoints(self, addresses: list[str]) -> list[str]:
         return addresses
+
+    def at_end(self, close: Callable[[], Awaitable[None]]) -> None:
+        self.closers.append(close)
 
     def run(self, work: Any) -> Any:
         async def call() -> Any:

@@ -16,6 +16,7 @@ from opentinker.errors import CheckpointError, ConfigError, EnvironmentLoadError
 from opentinker.multiagent.environment import MultiAgentEnvironment, MultiStepResult
 from opentinker.multiagent.protocol import Simultaneous
 from opentinker.training.recorder import standing_rows
+from opentinker.training.rl import RLLoop
 from opentinker.training.sinks import select
 
 
@@ -26,6 +27,7 @@ class MemoryJob:
         self.id = f"job-{number}"
         self.record = {"owner": "ann"}
         self.named: list[str] = []
+        self.closers: list[Callable[[], Awaitable[None]]] = []
         self.config = InteractiveJobConfig(base_model="bandit", lora=ot.LoraConfig(rank=4), seed=5)
         self.sync = SyncRunner()
         self._policy = policy
@@ -33,6 +35,9 @@ class MemoryJob:
     def name_checkpoints(self, addresses: Sequence[str]) -> list[str]:
         self.named += addresses
         return list(addresses)
+
+    def at_end(self, close: Callable[[], Awaitable[None]]) -> None:
+        self.closers.append(close)
 
     def run(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
         async def call() -> Any:
@@ -63,6 +68,22 @@ def make_trainer(job, seven, tmp_path) -> Callable[..., ot.RLTrainer]:
         return ot.RLTrainer(**(arguments | changes))
 
     return make
+
+
+def test_what_its_environments_left_running_ends_with_the_job(make_trainer, job, monkeypatch) -> None:
+    closed = []
+
+    async def close(loop: Any) -> None:
+        closed.append(loop)
+
+    monkeypatch.setattr(RLLoop, "close", close)
+    trainer = make_trainer()
+    trainer.fit(steps=1)
+    trainer.fit(steps=1)
+    (end,) = job.closers
+    assert not closed
+    job.sync.run(end())
+    assert closed == [trainer._loop]
 
 
 def test_fit_trains_reports_and_continues(make_trainer, tmp_path, capsys) -> None:
