@@ -324,12 +324,17 @@ class TorchTrainer:
         return (self._critic(policy).optimizer if critic else self._get(policy).optimizer).report_step(params)
 
     def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Trainer`."""
         self._check_samples(policy)
         adapted = self._adapted_layers(policy) if self.is_lora(policy) else {}
-        for name, tensor in self._whole(self._model.names).items():
-            layer = adapted.get(name)
-            weight = tensor.detach()
-            yield name, weight if layer is None else lora.merged_weight(weight, layer, policy)
+        whole = self._whole(self._model.names)
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in whole.items():
+                layer, weight = adapted.get(name), tensor.detach()
+                yield name, weight if layer is None else lora.merged_weight(weight, layer, policy)
+
+        return weights()
 
     def _whole(self, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.Tensor]:
         """The parameters as full tensors; each is valid until the next one is asked for."""
