@@ -394,7 +394,13 @@ class VllmEngine:
         # Ids and names are never used twice: vLLM's caches of keys and values know an adapter by them.
         number = self._adapters_served = self._adapters_served + 1
         sent = adapter.on_host() if self._ranks > 1 else adapter
-        ack = merged(self._on_workers(add_adapter, sent, number))
+        try:
+            ack = merged(self._on_workers(add_adapter, sent, number))
+        except ServerLostError:
+            raise
+        except Exception:
+            self._on_workers(remove_adapter, number)  # other ranks may have taken it, or this one a part of it
+            raise
         self._adapters[at] = LoRARequest(f"adapter-{number}", number, lora_path="in memory")
         return ack
 
