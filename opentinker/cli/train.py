@@ -1,5 +1,6 @@
 """`opentinker train`: the same job, driven by this process."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -25,9 +26,9 @@ from opentinker.client.local import find_cluster
 from opentinker.client.reach import Connect
 from opentinker.client.task_files import check_example_files, check_task_files, named, task_files
 from opentinker.config.job import PreferenceJobConfig, RLJobConfig, SFTJobConfig
-from opentinker.errors import ConfigError
+from opentinker.errors import CheckpointError, ConfigError
 from opentinker.multiagent.models import ChatModel
-from opentinker.training.own_run import OwnRun, policy_places
+from opentinker.training.own_run import OwnRun, going_on, policy_places
 from opentinker.training.progress import Progress
 from opentinker.training.run import checked_environment, run_preference_job, run_rl_job, run_sft_job
 
@@ -79,26 +80,29 @@ def train(
     address, api_key = find_cluster(url, read_key(key), state_dir)
     with signals_as_interrupt(), Client(address, api_key, connect=connect) as client:
         err.print("waiting for a server")
-        with client.create_job(
-            job.base_model,
-            lora=job.lora,
-            head=job.policy_head,
-            critic=job.policy_critic,
-            engine=job.engine,
-            trainer=job.trainer,
-            resources=job.resources,
-            scheduling=scheduling,
-            name=job.name,
-            seed=job.training.seed,
-            start_from=job.start_from,
-            checkpoints=[
-                *(address for where, address in job.starts.items() if where != ("start_from",)),
-                *(left.addresses if left is not None else ()),
-            ],
-            servers={
-                name: server.model_copy(update={"critic": job.critic_on(name)}) for name, server in job.further_servers.items()
-            },
-        ) as hosted:
+        with nullcontext() if resume is None else going_on(resume):
+            hosting = client.create_job(
+                job.base_model,
+                lora=job.lora,
+                head=job.policy_head,
+                critic=job.policy_critic,
+                engine=job.engine,
+                trainer=job.trainer,
+                resources=job.resources,
+                scheduling=scheduling,
+                name=job.name,
+                seed=job.training.seed,
+                start_from=job.start_from,
+                checkpoints=[
+                    *(address for where, address in job.starts.items() if where != ("start_from",)),
+                    *(left.addresses if left is not None else ()),
+                ],
+                servers={
+                    name: server.model_copy(update={"critic": job.critic_on(name)})
+                    for name, server in job.further_servers.items()
+                },
+            )
+        with hosting as hosted:
             run_dir = runs_dir / hosted.id if resume is None else resume
             own = left or OwnRun(run_dir, fields)
             own.begin(hosted.record["owner"], hosted.id, policy_places(job) if isinstance(job, RLJobConfig) else None)
@@ -117,8 +121,8 @@ def train(
                         own=own,
                         **further,
                     )
-                except BaseException:
-                    if own.step is not None:
+                except BaseException as error:
+                    if own.step is not None and not isinstance(error, CheckpointError):
                         err.print(f"step {own.step} is saved: --resume {run_dir} goes on from there", soft_wrap=True)
                     raise
             out.print(f"report: {summary['report']}", soft_wrap=True)

@@ -4,33 +4,31 @@ A submitted job's run lies beside its checkpoints. This one's lies with the user
 that end with the processes that drove them.
 """
 
-import fcntl
 import hashlib
 import json
-import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from opentinker.checkpoints import CheckpointRef
 from opentinker.config.job import RLJobConfig
-from opentinker.errors import CheckpointError, ConfigError, ConflictError
+from opentinker.errors import CheckpointError, ConfigError, NotFoundError
 from opentinker.training.book import CheckpointBook
+from opentinker.training.folder_lock import lock, locked_if_whole
 from opentinker.training.recorder import METRICS, check_no_run
 from opentinker.training.same_run import check_same_run
 from opentinker.training.schedule import checkpoint_name
-
-logger = logging.getLogger(__name__)
+from opentinker.training.whole_file import write_whole
 
 Resume = bool | Literal["auto"]
 """True: go on with the run in the folder, which has to have a checkpoint. 'auto': go on if it has one, begin otherwise."""
 FILE = "resume.json"
 FORMAT = 1
-REMEMBERED = 2
-"""Checkpoints that the folder knows. Drivers of one run that meet go back to one that all have, and may be a save apart."""
-LOCK = ".driver.lock"
+MET = 2
+"""Steps that the folder knows where drivers meet: they go back to one that all have, and may be a save apart. A driver alone
+has its last one only, and needs no other to be there still."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,18 @@ class OwnRun(CheckpointBook):
     def __init__(
         self, folder: Path, config: Mapping[str, Any], resume: Resume = False, given: Mapping[str, str] | None = None
     ) -> None:
-        """`config` are the resolved fields of the run's job, `given` the digests of what they do not hold. Writes nothing.
+        """`config` are the resolved fields of the run's job, `given` the digests of what they do not hold. Writes nothing, but
+        a run that goes on is this process's from here on: no other one drives it, and what is read of it stays true.
 
         Raises:
             ConfigError: the folder holds a run, or with `resume` none to go on with, or one of another config; or `resume`
                 cannot be had.
+            ConflictError: another process drives the run.
             CheckpointError: the folder's record cannot be read.
         """
         self.folder = folder
         self._config, self._given = config, dict(given or {})
+        self._remembered = MET if config.get("coordinator") else 1
         self._saved: dict[int, Mapping[str, str]] = {}
         self._owner = self._job = ""
         self._places: Mapping[str, str | None] = {}
@@ -72,7 +73,8 @@ class OwnRun(CheckpointBook):
             check_no_run(folder)
         else:
             check_can_resume(config)
-            self._take_up(resume)
+            with _writable(folder), locked_if_whole(folder) if (folder / FILE).exists() else nullcontext():
+                self._take_up(resume)
 
     @property
     def steps(self) -> list[int]:
@@ -103,12 +105,10 @@ class OwnRun(CheckpointBook):
             ConfigError: the folder cannot be written.
         """
         self._owner, self._job, self._places = owner, job_id, places or {"": None}
-        try:
+        with _writable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            _lock(self.folder)
+            lock(self.folder)
             self._write()
-        except OSError as error:
-            raise ConfigError(f"cannot write the run's folder {self.folder}: {error.strerror}") from error
 
     def where(self, step: int, policy: str = "") -> str:
         return self._saved.get(step, {}).get(policy) or checkpoint_name(step)
@@ -119,38 +119,56 @@ class OwnRun(CheckpointBook):
             for policy, place in self._places.items()
         }
         earlier = [(before, addresses) for before, addresses in sorted(self._saved.items()) if before < step]
-        self._saved = dict([*earlier, (step, found)][-REMEMBERED:])
+        self._saved = dict([*earlier, (step, found)][-self._remembered :])
         self._write()
 
     def _take_up(self, resume: Resume) -> None:
-        left = read_left(self.folder)
-        if left is None and (self.folder / METRICS).exists():
+        left, has_rows = read_left(self.folder), (self.folder / METRICS).exists()
+        if left is None and has_rows:
             raise ConfigError(
                 f"{self.folder} holds a run that no user's process drove, or an older release's: it does not say where its "
                 "checkpoints are",
                 hint="begin another run in another folder, with start_from=... for what it learnt",
             )
-        if left is not None:
+        has_run = left is not None and bool(left.checkpoints or has_rows)  # one that died before it had either is none
+        if left is not None and has_run:
             check_same_run(self.folder, self._config, left.given, self._given)
-            self._saved = dict(left.checkpoints)
+            self._saved = dict(sorted(left.checkpoints.items())[-self._remembered :])
         if not self._saved and resume is not True:
-            self._begins_anew = left is not None and (self.folder / METRICS).exists()
+            self._begins_anew = has_run
         elif not self._saved:
-            what = "no run" if left is None else "a run without a checkpoint"
+            what = "a run without a checkpoint" if has_run else "no run"
             raise ConfigError(
                 f"{self.folder} holds {what}: there is nothing to go on from",
                 hint="begin without resume, in another folder; checkpoints are written every `save_every` steps",
             )
 
     def _write(self) -> None:
-        """Whole or not at all, also when the machine dies."""
-        path = self.folder / FILE
-        draft = path.with_name(f".{FILE}.tmp")
-        with draft.open("w") as file:
-            json.dump(Left(self._saved, self._given).to_json(), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        write_whole(self.folder / FILE, json.dumps(Left(self._saved, self._given).to_json(), indent=1))
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """Raises: ConfigError for what the system says when the folder cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write the run's folder {folder}: {error.strerror}") from error
+
+
+@contextmanager
+def going_on(folder: Path) -> Iterator[None]:
+    """Says that it is a run that cannot go on, where its checkpoint is gone, does not fit or is corrupt.
+
+    Raises: CheckpointError.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError, NotFoundError) as error:
+        raise CheckpointError(
+            f"the run in {folder} cannot go on: {error.detail}",
+            hint=error.hint or "`opentinker checkpoints` lists earlier ones; another run can begin with one: start_from",
+        ) from error
 
 
 def read_left(folder: Path) -> Left | None:
@@ -166,7 +184,7 @@ def read_left(folder: Path) -> Left | None:
             raise ValueError(f"it has format {state['format']}, this version reads {FORMAT}")
         saved = {int(each["step"]): dict(each["addresses"]) for each in state["checkpoints"]}
         return Left(saved, dict(state["given"]))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -212,24 +230,3 @@ def digests(given: Mapping[str, Any]) -> dict[str, str]:
                 continue
             found[name] = f"{len(rows)} rows, sha256 {digest.hexdigest()[:16]}"
     return found
-
-
-_locks: dict[Path, IO[str]] = {}
-"""By folder; they are this process's as long as it lives. One process may go on with its own run."""
-
-
-def _lock(folder: Path) -> None:
-    """Raises: ConflictError when another process drives the run in this folder."""
-    if (resolved := folder.resolve()) in _locks:
-        return
-    file = (folder / LOCK).open("a")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.close()
-        raise ConflictError(
-            f"another process drives the run in {folder}", hint="end it first, or choose another folder"
-        ) from error
-    except OSError as error:
-        logger.warning("%s cannot be locked (%s): see to it that no other process drives its run", folder, error.strerror)
-    _locks[resolved] = file

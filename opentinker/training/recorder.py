@@ -15,6 +15,7 @@ from opentinker.training.book import CheckpointBook
 from opentinker.training.metrics import Row, finite, summarize
 from opentinker.training.report import Render, render_report
 from opentinker.training.transcripts import image_file
+from opentinker.training.whole_file import write_whole
 
 Listener = Callable[[Row], None]
 Summarize = Callable[[Sequence[Row]], dict[str, Any]]
@@ -40,7 +41,7 @@ class Recorder:
         files, before a row of kind `resumed` that says what no longer counts (`standing_rows`).
 
         Raises:
-            ConfigError: the folder cannot be written, or holds another run.
+            ConfigError: the folder cannot be written, or holds another run, or rows that cannot be read.
         """
         self.folder = folder
         self.checkpoints = checkpoints or CheckpointBook()
@@ -56,7 +57,7 @@ class Recorder:
                 self._transcripts = [row for row in _whole_lines(folder / "transcripts.jsonl") if row["step"] <= resume_at]
             else:
                 check_no_run(folder)
-            (folder / "config.yaml").write_text(yaml.safe_dump(self._config, sort_keys=False))
+            write_whole(folder / "config.yaml", yaml.safe_dump(self._config, sort_keys=False))
             if resume_at is not None:
                 self.row({"kind": "resumed", "step": resume_at})
         except OSError as error:
@@ -142,11 +143,25 @@ def standing_rows(rows: Iterable[Row], resume_at: int | None = None) -> list[Row
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file whose writer may have died within a line; that line is cut off, so that the next one starts anew."""
+    """Rows of a file whose writer may have died within a line; that line is cut off, so that the next one starts anew.
+
+    Raises:
+        ConfigError: another line is no row.
+    """
     if not path.exists():
         return []
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+    return [_row(line, path, number) for number, line in enumerate(whole.splitlines(), 1)]
+
+
+def _row(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if isinstance(row, dict) and "step" in row:
+        return row
+    raise ConfigError(f"{path}: line {number} is no row of a run", hint="mend it, or take the line out")

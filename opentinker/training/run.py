@@ -5,6 +5,7 @@ import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,7 +23,7 @@ from opentinker.training.agents_report import render_agents_report, summarize_ag
 from opentinker.training.arena import reference_players
 from opentinker.training.metrics import Row, summarize
 from opentinker.training.opponents import delete_made
-from opentinker.training.own_run import OwnRun
+from opentinker.training.own_run import OwnRun, going_on
 from opentinker.training.preference import PreferenceLoop
 from opentinker.training.preference_report import render_preference_report, summarize_preference
 from opentinker.training.progress import row_line
@@ -227,6 +228,7 @@ class _Run:
 
         self.folder = folder
         self._steps = steps
+        self._own = own
         self.steps_saved = own.steps if own is not None else saved_steps(folder) if resume else []
         """Those after which the run could go on."""
         self._step = max(self.steps_saved, default=None)
@@ -262,7 +264,8 @@ class _Run:
             loop: Loop | None = None
             try:
                 loop = await connect(client, self._recorder)
-                await loop.resume(self._step or 0)
+                with going_on(self.folder) if self._own and self._step is not None else nullcontext():
+                    await loop.resume(self._step or 0)
                 await loop.run(self._steps - loop.steps_done)
                 return str((await loop.save("final"))["path"])
             finally:

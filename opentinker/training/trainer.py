@@ -34,13 +34,13 @@ from opentinker.config.tasks import TasksConfig
 from opentinker.env.environment import Environment
 from opentinker.env.load import load_environment
 from opentinker.env.tasks import Split, TaskSource, task_source
-from opentinker.errors import CheckpointError, ConfigError, NotFoundError
+from opentinker.errors import ConfigError
 from opentinker.multiagent.environment import MultiAgentEnvironment
 from opentinker.rendering.supervised import LossOn
 from opentinker.training.agents import AgentsLoop, check_agents
 from opentinker.training.agents_report import render_agents_report, summarize_agents
 from opentinker.training.metrics import Row, summarize
-from opentinker.training.own_run import OwnRun, Resume, digests, policy_places
+from opentinker.training.own_run import OwnRun, Resume, digests, going_on, policy_places
 from opentinker.training.preference import PreferenceLoop
 from opentinker.training.preference_report import render_preference_report, summarize_preference
 from opentinker.training.progress import Progress
@@ -83,7 +83,7 @@ class _Trainer(ABC, Generic[L]):
             _check_resume(resume, run_dir, config.training.save_every)
         self._run = OwnRun(folder, fields, resume, digests(given))
         if self._run.addresses:
-            with _lost(folder):
+            with going_on(folder):
                 job.name_checkpoints(self._run.addresses)
         places = policy_places(config) if isinstance(config, RLJobConfig) else None
         self._run.begin(job.record["owner"], job.id, places)
@@ -120,7 +120,7 @@ class _Trainer(ABC, Generic[L]):
             ServerLostError: the job's server died.
             EpisodesFailedError: episodes keep failing.
             ConfigError: an example cannot be trained on.
-            CheckpointError: what the run goes on from is corrupt.
+            CheckpointError: what the run goes on from is gone or corrupt.
         """
         last = (self._asked if self._asked < self._resumes_at else self.steps_done) + steps
         summary: dict[str, Any] = {}
@@ -158,7 +158,8 @@ class _Trainer(ABC, Generic[L]):
             loop = await self._connect(policy)
             self._job.at_end(loop.close)
             if self._run.step is not None:
-                await loop.resume(self._run.step)
+                with going_on(self._run.folder):
+                    await loop.resume(self._run.step)
             self._loop = loop
         return self._loop
 
@@ -179,6 +180,8 @@ class _Trainer(ABC, Generic[L]):
 
 def _check_resume(resume: Resume, run_dir: str | Path | None, save_every: int) -> None:
     """Raises: ConfigError when a run could not go on as it is asked for."""
+    if resume not in (True, "auto"):
+        raise ConfigError(f"resume={resume!r} is neither True nor False nor 'auto'")
     if run_dir is None:
         raise ConfigError("resume: which run is to go on?", hint="name its folder: run_dir='runs/...'")
     if resume is not True and not save_every:
@@ -186,18 +189,6 @@ def _check_resume(resume: Resume, run_dir: str | Path | None, save_every: int) -
             f"resume={resume!r} goes on from checkpoints, and with save_every=0 there will be none",
             hint="save_every=10 writes one every ten steps",
         )
-
-
-@contextmanager
-def _lost(folder: Path) -> Iterator[None]:
-    """Says that it is a run's checkpoints that are not there, or do not fit."""
-    try:
-        yield
-    except (ConfigError, NotFoundError) as error:
-        raise CheckpointError(
-            f"the run in {folder} cannot go on from its last checkpoints: {error.detail}",
-            hint=error.hint or "begin another run in another folder",
-        ) from error
 
 
 def _hosted(job: Job) -> dict[str, Any]:

@@ -286,7 +286,7 @@ def test_a_run_that_was_killed_goes_on_in_another_job_as_if_it_had_not_been(
     policy.logits[:] = 9.0  # the new job's policy is another one
     next_job = MemoryJob(policy, 2)
     trainer = make_trainer(job=next_job, resume=resume, save_every=2, progress=False)
-    assert next_job.named == ["ann/job-1/step-000002@2", "ann/job-1/step-000004@4"]
+    assert next_job.named == ["ann/job-1/step-000004@4"]
     assert trainer.steps_done == 4
     assert trainer.fit(7)["steps"] == 7
     assert "load ann/job-1/step-000004@4" in policy.calls
@@ -321,6 +321,8 @@ def test_what_cannot_be_resumed_is_said_at_once(make_trainer, cut, job, tmp_path
     with pytest.raises(ConfigError, match="which run is to go on") as caught:
         make_trainer(resume=True, run_dir=None)
     assert "run_dir=" in caught.value.hint
+    with pytest.raises(ConfigError, match="resume='never' is neither True nor False nor 'auto'"):
+        make_trainer(resume="never", save_every=1)
     with pytest.raises(ConfigError, match="with save_every=0 there will be none"):
         make_trainer(resume="auto")
     cut(4, save_every=1)
@@ -338,7 +340,7 @@ def test_what_cannot_be_resumed_is_said_at_once(make_trainer, cut, job, tmp_path
     rows = (tmp_path / "run" / "metrics.jsonl").read_text()
     job.name_checkpoints = gone
     for resume in (True, "auto"):
-        with pytest.raises(CheckpointError, match=r"cannot go on from its last checkpoints: .* has no checkpoint"):
+        with pytest.raises(CheckpointError, match=r"cannot go on: .* has no checkpoint"):
             make_trainer(resume=resume, save_every=1)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == rows
 
@@ -352,6 +354,17 @@ def test_a_checkpoint_that_does_not_load_is_an_error_and_can_be_tried_again(make
             trainer.fit(7)
     policy.saved["step-000002"] = kept
     assert trainer.fit(7)["steps"] == 7
+
+
+def test_a_checkpoint_that_is_corrupt_is_said_with_the_run_and_a_way_out(make_trainer, cut, policy, monkeypatch) -> None:
+    async def load(name: str) -> Any:
+        raise CheckpointError(f"{name} is corrupt")
+
+    cut(4, save_every=2)
+    monkeypatch.setattr(policy, "load", load)
+    with pytest.raises(CheckpointError, match=r"the run in .* cannot go on: ann/job-1/step-000002@2 is corrupt") as caught:
+        make_trainer(resume=True, progress=False).fit(7)
+    assert "start_from" in caught.value.hint
 
 
 def test_a_run_that_goes_on_is_the_same_run_to_its_sinks(make_trainer, cut, monkeypatch) -> None:

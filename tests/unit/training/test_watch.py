@@ -78,7 +78,8 @@ def test_windows_of_training_fall_by_more_than_their_noise(rewards: list[float |
         if fallen == falls:
             fallen = 0
             mean = statistics.fmean(after)
-            expected.append(f"the training reward has fallen {falls} windows of {size} steps in a row, to {mean:.3f}")
+            counted = "1 window" if falls == 1 else f"{falls} windows"
+            expected.append(f"the training reward has fallen {counted} of {size} steps in a row, to {mean:.3f}")
     assert [verdict.reason for verdict in verdicts] == expected
     assert not any(verdict.final for verdict in verdicts)
 
