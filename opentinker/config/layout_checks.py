@@ -15,24 +15,27 @@ def check_layout(kind: str, engine: EngineConfig, resources: Resources, *, train
         raise ValueError(f"resources.layout 'split' is for jobs that train; a job of kind '{kind}' has an engine only")
     parts = engine.tensor_parallel
     if not split:
-        _check_carrier(engine, between_processes=trains and parts > 1)
-    trainers, engines = ("trainer.gpus", "rollout.gpus") if split else ("gpus", "gpus")
-    _check_gpus("trainer.ranks", trainer_ranks, trainers, resources)
-    if trains and not split:
-        _check_gpus("engine.tensor_parallel", parts, engines, resources)
-    elif split or parts > 1:
-        gpus = _gpus(engines, resources)
-        if gpus and max(1, gpus) != parts:
-            raise ValueError(
-                f"engine.tensor_parallel={parts} takes a GPU for each part, and resources.{engines} is {gpus:g}; "
-                "give both the same"
-            )
+        _check_carrier(engine, trains=trains)
+    if trains and not split:  # on the same GPUs
+        name, most = max((("trainer.ranks", trainer_ranks), ("engine.tensor_parallel", parts)), key=lambda each: each[1])
+        _check_gpus(name, most, "gpus", resources)
+        return
+    if split:
+        _check_gpus("trainer.ranks", trainer_ranks, "trainer.gpus", resources)
+    key = "rollout.gpus" if split else "gpus"
+    gpus = _gpus(key, resources)
+    if gpus and (split or parts > 1) and max(1, gpus) != parts:
+        raise ValueError(
+            f"engine.tensor_parallel={parts} takes a GPU for each part, and resources.{key} is {gpus:g}; give both the same"
+        )
 
 
-def _check_carrier(engine: EngineConfig, *, between_processes: bool) -> None:
+def _check_carrier(engine: EngineConfig, *, trains: bool) -> None:
     """Colocated, weights go to other processes only where the engine has several parts, one of them on the trainer's GPU."""
     carrier = engine.weight_carrier
-    if carrier in ("ipc", "nccl") and not between_processes:
+    if carrier in ("ipc", "nccl") and not trains:
+        raise ValueError(f"engine.weight_carrier={carrier} is for jobs that train: leave it out")
+    if carrier in ("ipc", "nccl") and engine.tensor_parallel == 1:
         raise ValueError(
             f"engine.weight_carrier={carrier} is between two processes: set resources.layout to 'split', or leave it out"
         )

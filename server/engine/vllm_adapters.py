@@ -52,9 +52,10 @@ def add_adapter(worker: Any, adapter: LoraTensors, number: int) -> WeightAck:
 
 def remove_adapter(worker: Any, number: int) -> None:
     """Runs on the vLLM worker: let go of an adapter, and of its values: on CPU the kernels compute the rows of the base model
-    with the last slot, whether it is in use or not."""
+    with the last slot, whether it is in use or not. Of one that it does not hold, nothing."""
     manager = worker.model_runner.lora_manager._adapter_manager
-    slot = manager.lora_index_to_id.index(number)
+    slots = [slot for slot, held in enumerate(manager.lora_index_to_id) if held == number]
     manager.remove_adapter(number)
-    for module in manager.modules.values():
-        module.reset_lora(slot)
+    for slot in slots:
+        for module in manager.modules.values():
+            module.reset_lora(slot)

@@ -36,7 +36,7 @@ from opentinker.server.engine.base import AdapterId, LoraTensors, NamedTensors, 
 from opentinker.server.engine.sampling import effective_params
 from opentinker.server.engine.sleeping import Event, Sleeper
 from opentinker.server.engine.vllm_adapters import adapted_modules, add_adapter, remove_adapter
-from opentinker.server.engine.vllm_ranks import Beside, attempt, lost, starting, values
+from opentinker.server.engine.vllm_ranks import Beside, attempt, limit_calls, lost, starting, values
 from opentinker.server.engine.vllm_requests import Prompts, vllm_params
 from opentinker.server.engine.vllm_update import (
     begin_update,
@@ -97,7 +97,6 @@ class VllmEngine:
             kinds = kinds_to_try(config.weight_carrier, trainer_device, trainer_device, shared=True)
         _prepare_environment()
         from vllm import EngineArgs, LLMEngine
-        from vllm.exceptions import VLLMError
         from vllm.platforms import current_platform
 
         arguments: dict[str, Any] = {}
@@ -147,8 +146,10 @@ class VllmEngine:
                         **arguments,
                     )
                 )
-        except (VLLMError, ValueError, RuntimeError) as error:
-            raise EngineError(f"vLLM cannot start: {error}", hint="see engine.max_model_len and engine.cache_gib") from error
+        except Exception as error:  # of a rank's process it raises no type of its own, and not what the rank met
+            where = "; the server's log says what a rank met: `opentinker logs JOB --server`" if ranks > 1 else ""
+            hint = f"see engine.max_model_len, engine.memory_fraction and engine.cache_gib{where}"
+            raise EngineError(f"vLLM cannot start: {error}", hint=hint) from error
         # vLLM compiles small helpers even so: 10 s at the first token, and a C++ compiler would have to be there.
         eager = config.enforce_eager and current_platform.is_cpu()
         self._compilation = partial(torch.compiler.set_stance, "force_eager") if eager else nullcontext
@@ -172,6 +173,7 @@ class VllmEngine:
         self._updates: Updates | None = None
         self._relay: SharedCarrier | None = None
         if ranks > 1:
+            limit_calls(self._engine.model_executor)
             self._beside, self._relay = Beside(self), SharedCarrier()
             weights_from = first_device(trainer_device or "cpu")
             self._updates = Updates(self._beside, ranks, weights_from, kinds, bucket_bytes=config.bucket_mib << 20)
@@ -392,7 +394,13 @@ class VllmEngine:
         # Ids and names are never used twice: vLLM's caches of keys and values know an adapter by them.
         number = self._adapters_served = self._adapters_served + 1
         sent = adapter.on_host() if self._ranks > 1 else adapter
-        ack = merged(self._on_workers(add_adapter, sent, number))
+        try:
+            ack = merged(self._on_workers(add_adapter, sent, number))
+        except ServerLostError:
+            raise
+        except Exception:
+            self._on_workers(remove_adapter, number)  # other ranks may have taken it, or this one a part of it
+            raise
         self._adapters[at] = LoRARequest(f"adapter-{number}", number, lora_path="in memory")
         return ack
 
@@ -434,7 +442,8 @@ class VllmEngine:
         if not self._engine.reset_prefix_cache():
             raise WeightSyncError("vLLM did not drop the keys and values of the old weights")
         if self._images is not None:
-            self._engine.reset_encoder_cache()
+            with self._exchange():
+                self._engine.reset_encoder_cache()
 
     def _on_workers(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """What the function, of a vLLM worker and the arguments, returns on each rank."""

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from signal import SIGTERM, Signals
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from opentinker.errors import DeadlineError, EngineError, OpenTinkerError, ServerLostError, WeightSyncError
+from opentinker.errors import EngineError, OpenTinkerError, ServerLostError, WeightSyncError
 
 CALL_S = 600.0
-"""Ranks that have not answered a call after this long count as stuck."""
+"""Ranks that have not answered a call for which vLLM has no limit of its own after this long count as stuck."""
 LOOK_S = 1.0
 """How long the end of a process may come after the error that it causes elsewhere."""
 
@@ -54,6 +55,30 @@ def starting(ranks: int, *, on_cpu: bool, compiles: bool) -> Iterator[None]:
             else:
                 os.environ[name] = value
         torch.set_num_threads(threads)
+
+
+def limit_calls(executor: Any) -> None:
+    """Let no call of the ranks wait for ever: vLLM limits steps (5 minutes), and nothing else.
+
+    The executor then raises:
+        TimeoutError: a rank has not answered in time. Its answer would be taken for that to the next call.
+    """
+    call = executor.collective_rpc
+
+    def limited(method: "str | Callable[..., Any]", timeout: float | None = None, *args: Any, **kwargs: Any) -> Any:
+        limit_s = CALL_S if timeout is None else timeout
+        try:
+            return call(method, limit_s, *args, **kwargs)
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer to '{_name(method)}' within {limit_s:g} s") from error
+
+    executor.collective_rpc = limited
+
+
+def _name(method: "str | Callable[..., Any]") -> str:
+    """Of a method, of a function, or of one that is attempted."""
+    called = method.args[0] if isinstance(method, partial) else method
+    return called if isinstance(called, str) else str(called.__name__)
 
 
 def lost(executor: Any, error: Exception) -> EngineRanksLostError:
@@ -119,16 +144,8 @@ class Beside:
         return self._thread.submit(getattr(self._engine, method), *args)
 
     def call(self, method: str, *args: Any) -> Any:
-        """What the method returns.
-
-        Raises:
-            DeadlineError: it does not, in time.
-            Whatever it raises.
-        """
-        try:
-            return self.start(method, *args).result(CALL_S)
-        except TimeoutError:
-            raise DeadlineError(f"the engine's ranks did not answer '{method}' within {CALL_S:g} s") from None
+        """What the method returns, or raises: it does so in time, see `limit_calls`."""
+        return self.start(method, *args).result()
 
     def close(self) -> None:
         """Give up what waits; what runs ends with the ranks."""

@@ -83,7 +83,8 @@ class Trainer(Protocol):
 
     def full_weights(self, policy: str) -> NamedTensors:
         """Every Hugging Face parameter of the policy (an adapter merged in, tied heads sent explicitly), from pristine
-        base weights; tensors are valid until the next one is asked for."""
+        base weights; tensors are valid until the next one is asked for. What can be refused is refused at once, before whoever
+        is to get them has begun to take them."""
         ...
 
     def adapter(self, policy: str) -> LoraTensors:

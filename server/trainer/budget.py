@@ -129,12 +129,14 @@ class MemoryBudget:
         # Moments; and a master, where the parameter is none itself.
         state = sum(p.numel() * (moments + (0 if p.dtype == torch.float32 else 4)) for p in parameters)
         numbers = sum(p.numel() for p in parameters)
-        needed = 4 * numbers / ranks + sum(p.numel() * 4 for p in wholes) * (1 - 1 / ranks)
+        gradients = 4 * numbers / ranks + sum(p.numel() * 4 for p in wholes) * (1 - 1 / ranks)
+        at_home = gradients + state / ranks
+        streamed = gradients + device_bytes(numbers / ranks) + (state / ranks if host is None else 0)
         away = self._config.optimizer_state == "host"
-        needed += device_bytes(numbers / ranks) if away else 0
-        needed += 0 if away and host is not None else state / ranks
+        smaller = [] if moments == 2 else ["set trainer.optimizer=adamw_8bit"]
+        needed = streamed if away else at_home
         if free is not None and needed > free:
-            other = not away and host is not None and state <= host
+            other = not away and host is not None and state <= host and streamed <= free
             less = ["set trainer.optimizer_state=host"] if other else []
             raise TooLargeError(
                 f"to train all parameters takes {gib(needed)} beside the model, and {gib(max(free, 0))} are free",
@@ -144,7 +146,7 @@ class MemoryBudget:
             raise TooLargeError(
                 f"the optimizer state of all parameters takes {gib(state)} in the host's memory, and {gib(max(host, 0))} are "
                 "free",
-                hint="set trainer.optimizer=adamw_8bit, train an adapter (lora), or give the server more memory",
+                hint=", ".join([*smaller, "train an adapter (lora)", "or give the server more memory"]),
             )
 
     def packs(self, data: Sequence[Datum], kind: PassKind, size: ModelSize, *, reserve: int, together: int = 1) -> list[Pack]:

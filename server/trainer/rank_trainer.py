@@ -64,6 +64,10 @@ class RankTrainer(TorchTrainer):
         if not _is_sharded(model):
             self._ranks.shard(model)
 
+    def _after_full(self) -> None:
+        if _is_sharded(self._model) and not self._config.shard_base:
+            self._model = self._load_base()
+
     def _check_state(self) -> None:
         """The lead rank asks for all."""
 
@@ -110,8 +114,7 @@ class RankTrainer(TorchTrainer):
         gone = [name for name, optimizer in self._optimizers.items() if optimizer.closed]
         for name in gone:
             del self._optimizers[name]
-        if _is_sharded(self._model) and not self._config.shard_base:
-            self._model = self._load_base()
+        self._after_full()
 
     def score_share(
         self, policy: str, share: Share, compute: Sequence[TokenScore], temperature: float

@@ -53,12 +53,12 @@ class RowOptimizer(MasterOptimizer):
         Raises:
             TrainerError: one has not.
         """
-        problem: Exception | None = None
+        problem: str | None = None  # no error, whose frames hold the tensors of the rehearsal
         with ExitStack() as stack:
             try:
                 stack.enter_context(super()._room(params))
             except Exception as error:
-                problem = error
+                problem = str(error) or repr(error)
             if self._stream is not None and not self._ranks.agree(problem is None):
                 why = "" if problem is None else f": {problem}"
                 raise TrainerError(

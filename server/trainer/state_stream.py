@@ -4,7 +4,7 @@ While a bucket is stepped, the next is on its way to the device and the one befo
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,11 +82,14 @@ class StateStream:
             if self._largest is not None:
                 rehearse([self._largest], self._views([self._largest], self._slots[0]))
             yield
-        finally:
-            try:
-                self._lanes.finish()  # before the memory is anybody else's
-            finally:
-                self._slots.clear()
+        except BaseException:
+            with suppress(Exception):  # a device that is broken says so again
+                self._lanes.finish()
+            raise
+        else:
+            self._lanes.finish()
+        finally:  # not before: until then the memory is nobody else's
+            self._slots.clear()
 
     def run(self, move: Move, *, masters: bool) -> None:
         """Step all pieces, inside `room`; when it returns, the host's memory has the outcome, of masters only where told so.

@@ -114,7 +114,12 @@ class TorchTrainer:
             self._check_state()
             self._before_full(self._model)
             parameters = self._model.trainable() if head is None else {**self._model.trunk(), **head.parameters()}
-            self._policies[policy] = Policy(self._optimizer(policy, parameters), None, (), head)
+            try:
+                optimizer = self._optimizer(policy, parameters)
+            except Exception:
+                self._after_full()
+                raise
+            self._policies[policy] = Policy(optimizer, None, (), head)
         else:
             config = parse_config(LoraConfig, spec.lora)
             names, targets = lora.resolve_targets(self._model.model, self._model.config, config)
@@ -143,6 +148,9 @@ class TorchTrainer:
 
     def _before_full(self, model: PackedModel) -> None:
         """A model is about to be trained in all its parameters, or was loaded beside one that is."""
+
+    def _after_full(self) -> None:
+        """The model is not trained in all its parameters after all, or no more."""
 
     def _optimizer(self, name: str, parameters: Mapping[str, torch.nn.Parameter]) -> MasterOptimizer:
         kind = EightBitOptimizer if self._config.optimizer == "adamw_8bit" else MasterOptimizer
@@ -316,12 +324,17 @@ class TorchTrainer:
         return (self._critic(policy).optimizer if critic else self._get(policy).optimizer).report_step(params)
 
     def full_weights(self, policy: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Trainer`."""
         self._check_samples(policy)
         adapted = self._adapted_layers(policy) if self.is_lora(policy) else {}
-        for name, tensor in self._whole(self._model.names).items():
-            layer = adapted.get(name)
-            weight = tensor.detach()
-            yield name, weight if layer is None else lora.merged_weight(weight, layer, policy)
+        whole = self._whole(self._model.names)
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in whole.items():
+                layer, weight = adapted.get(name), tensor.detach()
+                yield name, weight if layer is None else lora.merged_weight(weight, layer, policy)
+
+        return weights()
 
     def _whole(self, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.Tensor]:
         """The parameters as full tensors; each is valid until the next one is asked for."""

@@ -13,9 +13,10 @@ from server_tools import FAST, LORA, Server, datum, serving, wait_until
 from opentinker.checkpoints import checkpoints
 from opentinker.client.messages import LossConfig, Minibatch
 from opentinker.config.server import LoraConfig
-from opentinker.errors import CheckpointError, InvalidRequestError
+from opentinker.errors import CheckpointError, InvalidRequestError, TrainerError
 from opentinker.server.protocol import CommandWork
 from opentinker.server.state import Parts
+from opentinker.server.trainer.trainer import TorchTrainer
 from opentinker.storage import Storage
 
 
@@ -38,6 +39,27 @@ async def test_save_and_load_restore_the_policy_and_publish_it(server: Server) -
     with pytest.raises(CheckpointError, match="no checkpoint 'first@7'") as error:
         await client.load("first@7")
     assert "first@1, first@0" in error.value.hint
+
+
+@pytest.mark.parametrize("kind", ["transformers", "vllm"])
+async def test_a_policy_whose_step_failed_amid_publishes_nothing_and_a_checkpoint_mends_it(
+    tiny_model_dir: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tiny_model_dir, tmp_path, kind=kind) as server:
+        client, trainer = server.client, server.parts.training
+        await client.save("first")
+        assert isinstance(trainer, TorchTrainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer._policies["p"].optimizer, "_exchange", lambda: [][0])
+            with pytest.raises(TrainerError, match="the step failed amid the parameters"):
+                await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        for _ in range(2):
+            with pytest.raises(TrainerError, match="load a checkpoint"):
+                await client.publish()
+        loaded = await client.load("first")
+        np.testing.assert_allclose(await server.engine_logprobs(), await server.logprobs(), atol=0.01)
+        trained = await client.train_step([datum()], [Minibatch(indices=(0,))], LossConfig(name="ppo"), FAST)
+        assert trained["version"] == loaded["version"] + 1
 
 
 async def test_a_save_is_copied_to_the_storage_and_loaded_from_there_when_this_node_has_it_not(

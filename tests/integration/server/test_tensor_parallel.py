@@ -2,6 +2,7 @@
 rank but the first, is a process of its own."""
 
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,11 +15,13 @@ import pytest
 from server_tools import FAST, LORA, PROMPT, Server, datum, serving, wait_until
 
 from opentinker.client.messages import LossConfig, Minibatch, SamplingParams
-from opentinker.config.server import LoraConfig
-from opentinker.errors import ServerLostError, WeightSyncError
+from opentinker.config.server import EngineConfig, LoraConfig
+from opentinker.errors import EngineError, ServerLostError, WeightSyncError
 from opentinker.server.buckets import Bucket, BucketAck, Ledger
 from opentinker.server.carriers import SharedCarrier, SharedPayload
-from opentinker.server.engine.base import WeightAck
+from opentinker.server.engine import vllm_adapters, vllm_engine, vllm_ranks
+from opentinker.server.engine.base import LoraTensors, WeightAck
+from opentinker.server.engine.select import create_engine
 from opentinker.server.engine.vllm_engine import VllmEngine
 from opentinker.server.state import Parts
 
@@ -136,4 +139,45 @@ async def test_both_parts_serve_versions_of_an_adapter_and_one_that_dies_costs_t
         for _ in range(2):
             with pytest.raises(ServerLostError, match=rf"rank 1 of 2 of the engine \(pid {pids[1]}\) was killed by SIGKILL"):
                 await server.client.sample(PROMPT, SamplingParams(max_tokens=2))
+    wait_until(gone(pids))
+
+
+async def test_an_adapter_that_one_part_does_not_take_leaves_nothing_on_the_other(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_the_first(worker: Any, adapter: LoraTensors, number: int) -> WeightAck:
+        if worker.rank == 1:
+            raise EngineError("this part has no room")
+        return vllm_adapters.add_adapter(worker, adapter, number)
+
+    async with serving(tiny_model_dir, tmp_path, lora=LORA, lora_serving="adapter", **(BOTH | {"ranks": 1})) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_engine, "add_adapter", by_the_first)
+            for _ in range(3):  # as often as there are slots, and once more
+                with pytest.raises(EngineError, match="this part has no room"):
+                    await server.client.publish()
+        assert (await server.client.publish())["version"] == 4
+        await train(server, 5, LORA)
+
+
+def test_a_part_that_fails_at_its_start_is_a_clear_error(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"")
+    config = EngineConfig(kind="vllm", max_model_len=128, cache_gib=0.02, tensor_parallel=2)
+    with pytest.raises(EngineError, match="vLLM cannot start") as caught:
+        create_engine(folder, config, "float32", lora=None, stop_token_ids=(2,))
+    assert "opentinker logs JOB --server" in caught.value.hint
+
+
+async def test_a_part_that_hangs_while_it_takes_an_adapter_costs_the_server(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tiny_model_dir, tmp_path, lora=LORA, lora_serving="adapter", **(BOTH | {"ranks": 1})) as server:
+        engine: Any = server.parts.engine
+        pids = [worker.proc.pid for worker in engine._engine.model_executor.workers]
+        monkeypatch.setattr(vllm_ranks, "CALL_S", 2.0)
+        os.kill(pids[1], signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises(ServerLostError, match="2 ranks of the engine failed: no answer to 'add_adapter' within 2 s"):
+                await server.client.publish()
     wait_until(gone(pids))

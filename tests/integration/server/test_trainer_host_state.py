@@ -90,7 +90,7 @@ def test_a_policy_whose_step_failed_amid_takes_nothing_but_a_checkpoint(
         lambda: host.forward_backward("p", BATCHES[1], PPO, 0.1),
         lambda: host.check("p", BATCHES[1], PPO),
         lambda: host.forward("p", BATCHES[1]),
-        lambda: next(iter(host.full_weights("p"))),
+        lambda: host.full_weights("p"),
         lambda: host.save("p", tmp_path / "torn"),
         *([lambda: host.adapter("p")] if lora else []),
     ):
@@ -206,6 +206,23 @@ def test_two_ranks_step_and_save_the_same(two_each: list[LeadTrainer], tmp_path:
         assert_same(weights(host), weights(device))
         for trainer in two_each:
             trainer.delete_policy("p")
+
+
+def test_a_full_policy_that_the_host_has_no_memory_for_leaves_the_base_whole_on_all_ranks(
+    two_each: list[LeadTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, device = two_each
+
+    def none(*_: Any) -> torch.Tensor:
+        raise TooLargeError("the host has no bytes for optimizer state")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostMemory, "zeros", none)
+        with pytest.raises(TooLargeError, match="the host has no bytes"):
+            host.create_policy("p", PolicySpec())
+    for trainer in two_each:
+        trainer.create_policy("p", PolicySpec(lora={"rank": 4}, seed=3))
+    assert train(host, 0) == train(device, 0)
 
 
 def test_ranks_of_which_one_fails_amid_a_step_are_lost(two_each: list[LeadTrainer], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,8 +110,12 @@ def test_a_tensor_parallel_engine_without_vllm_is_refused(without_vllm: None) ->
             {"engine": {"tensor_parallel": 2}, "trainer": {"ranks": 4}, "resources": {"gpus": 2}},
             "trainer.ranks=4 needs a GPU for each.*set resources.gpus=4",
         ),
+        (
+            {"engine": {"tensor_parallel": 4}, "trainer": {"ranks": 2}, "resources": {"gpus": 1}},
+            "tensor_parallel=4 needs a GPU for each.*set resources.gpus=4",
+        ),
         ({"engine": {"tensor_parallel": 2, "weight_carrier": "nccl"}}, "nccl is between different GPUs.*set it to 'auto'"),
-        ({"kind": "inference", "engine": {"tensor_parallel": 2, "weight_carrier": "ipc"}}, "ipc is between two processes"),
+        ({"kind": "inference", "engine": {"tensor_parallel": 2, "weight_carrier": "ipc"}}, "for jobs that train: leave it out"),
         ({"engine": {"tensor_parallel": 2, "kind": "transformers"}}, "needs kind 'vllm'"),
         (
             {"engine": {"tensor_parallel": 2}, "resources": {"layout": "split", "rollout": {"gpus": 3}}},

@@ -1,7 +1,9 @@
 """State in the host's memory is stepped as on the device, bit for bit, in whatever order copies and computations happen."""
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -259,6 +261,22 @@ def test_a_step_that_fails_amid_the_parameters_says_so_until_a_state_is_loaded(k
     assert_same(everything(optimizer), everything(plain))
 
 
+def test_a_device_that_is_broken_says_what_broke_it_though_no_lane_can_be_waited_for() -> None:
+    where, order = host()
+    freed: list[int] = []
+
+    def broken() -> None:
+        order.finish()
+        freed.append(1)
+        raise RuntimeError("no lane answers")
+
+    optimizer = MasterOptimizer(parameters(torch.bfloat16), Host(where.memory, replace(where.lanes, finish=broken)))
+    order.fails_after = 2
+    with pytest.raises(TornError, match="failed amid the parameters: out of memory"):
+        optimizer.step(PARAMS)
+    assert freed, "it was waited for all the same"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failure_of_a_step_on_the_device_says_so_too(kind: type[MasterOptimizer], monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = kind(parameters(torch.bfloat16))
@@ -363,10 +381,18 @@ class Votes:
 def test_ranks_step_only_if_all_have_room(other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Votes(other)
     optimizer = RowOptimizer(parameters(torch.bfloat16), cast(Ranks, ranks), host=host()[0])
+    held: list[Any] = []
+
+    def exhausted(pieces: Any, masters: Any, gradients: list[torch.Tensor], *_: Any) -> None:
+        held.extend(map(weakref.ref, gradients))
+        raise torch.OutOfMemoryError("out of memory")
+
     if other:
-        monkeypatch.setattr(optimizer, "_move", no_room)
+        monkeypatch.setattr(optimizer, "_move", exhausted)
     with pytest.raises(TrainerError, match=r"no room on some rank's device.*nothing was trained"):
         optimizer.step(PARAMS)
     assert ranks.asked == [not other]
+    assert bool(held) is other
+    assert not [each for each in held if each() is not None], "an error that is kept keeps no tensors"
     assert optimizer.step_count == 0
     optimizer.check_whole()

@@ -216,14 +216,25 @@ def test_state_in_the_hosts_memory_needs_room_there_and_its_stream_on_the_device
         budget.check_state(layers, both - 1, ranks)
 
 
-def test_who_has_no_room_on_the_device_hears_of_the_hosts() -> None:
-    layers, budget = [nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))], MemoryBudget(TrainerConfig())
+def test_who_has_no_room_on_the_device_hears_of_the_hosts_where_that_would_do() -> None:
+    layers = [nn.Parameter(torch.empty(10**9, dtype=torch.bfloat16, device="meta"))]
+    budget = MemoryBudget(TrainerConfig())
+    enough = 4e9 + device_bytes(1e9)
     with pytest.raises(TooLargeError, match="optimizer_state=host"):
-        budget.check_state(layers, 1, host=1e9)
-    for host in (None, 1):
+        budget.check_state(layers, enough, host=12e9)
+    for free, host in ((enough, None), (enough, 12e9 - 1), (enough - 1, 12e9)):
         with pytest.raises(TooLargeError) as refused:
-            budget.check_state(layers, 1, host=host)
+            budget.check_state(layers, free, host=host)
         assert "optimizer_state" not in refused.value.hint
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_host_without_room_for_state_is_told_of_8_bit_moments_unless_they_are_that_already(optimizer: str) -> None:
+    layers = [nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))]
+    budget = MemoryBudget(TrainerConfig.model_validate({"optimizer": optimizer, "optimizer_state": "host"}))
+    with pytest.raises(TooLargeError, match="in the host's memory") as refused:
+        budget.check_state(layers, 1e9, host=1)
+    assert ("adamw_8bit" in refused.value.hint) is (optimizer == "adamw")
 
 
 def test_the_hosts_memory_is_other_memory_than_a_gpus_only() -> None:
