@@ -256,7 +256,6 @@ def test_a_cache_too_small_for_the_context_is_a_clear_error(tiny_model_dir: Path
     assert "engine.cache_gib" in caught.value.hint
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is NCCL")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a sleep mode")
 def test_an_engine_that_cannot_sleep_says_so_before_it_loads_and_vllm_would_refuse_too(tiny_model_dir: Path) -> None:
     config = EngineConfig(kind="vllm", max_model_len=128, cache_gib=0.02)
