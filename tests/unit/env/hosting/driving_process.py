@@ -49,7 +49,7 @@ def policy_class(base: Any, hangs_in: str, checkpoints: Path) -> Any:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "state.json").write_text(json.dumps([self.logits.tolist(), self.version, driver]))
             (folder / "manifest.json").write_text("{}")
-            return {"path": str(folder)}
+            return {"path": str(folder), "version": self.version}
 
         async def load(self, name: str) -> Any:
             logits, self.version, driver = _saved(checkpoints, name)
